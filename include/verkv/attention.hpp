@@ -1,0 +1,105 @@
+// Attention over a set of tokens, partial states and their merge.
+#ifndef VERKV_ATTENTION_HPP
+#define VERKV_ATTENTION_HPP
+
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+
+#include <verkv/config.hpp>
+
+namespace verkv {
+
+// Logit after soft-capping, cap * tanh(l / cap); cap = 0 switches it off.
+template <class T>
+VERKV_HD T soft_capped(T logit, T cap) {
+  return cap > T(0) ? cap * std::tanh(logit / cap) : logit;
+}
+
+// exp(x) in binary32 by one fixed sequence of operations (all fused), so that scalar code, vectors and
+// kernels agree bit for bit. Relative error below 2e-7 on [-87, 60]; below -87 it is 0, above 60 it is
+// exp(60): weights are relative to a common shift, and only a resident whose sketch was wildly wrong
+// gets there. NaN stays NaN.
+VERKV_HD inline float weight_exp(float x) {
+  if (!(x == x)) return x;
+  if (x < -87.0f) return 0.0f;
+  if (x > 60.0f) x = 60.0f;
+  // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
+  const float magic = 12582912.0f;
+  const float n = std::fma(x, 1.44269504088896341f, magic) - magic;
+  float r = std::fma(n, -0.693359375f, x);
+  r = std::fma(n, 2.12194440e-4f, r);
+  float p = 1.9875691500e-4f;
+  p = std::fma(p, r, 1.3981999507e-3f);
+  p = std::fma(p, r, 8.3334519073e-3f);
+  p = std::fma(p, r, 4.1665795894e-2f);
+  p = std::fma(p, r, 1.6666665459e-1f);
+  p = std::fma(p, r, 5.0000001201e-1f);
+  const float y = std::fma(p, r * r, r) + 1.0f;
+  const float power =
+      std::bit_cast<float>(static_cast<std::uint32_t>(static_cast<std::int32_t>(n) + 127) << 23);
+  return y * power;
+}
+
+// Attention over a part of the tokens: the normalised output and the natural logarithm of the part's
+// denominator. The empty part is (0, -infinity).
+//
+// Merge of two parts: lse = log(e^lse_a + e^lse_b), output = e^(lse_a - lse) a + e^(lse_b - lse) b. It is
+// commutative and, up to rounding, associative; the empty part is neutral.
+// Accumulates part b into part a, in place; outputs of the same length.
+template <class T>
+VERKV_HD void merge_attention(std::span<T> output_a, T& lse_a, std::span<const T> output_b, T lse_b) {
+  constexpr T minus_infinity = -std::numeric_limits<T>::infinity();
+  if (lse_b == minus_infinity) return;
+  if (lse_a == minus_infinity) {
+    for (std::size_t i = 0; i < output_a.size(); ++i) output_a[i] = output_b[i];
+    lse_a = lse_b;
+    return;
+  }
+  const T top = lse_a > lse_b ? lse_a : lse_b;
+  const T a = std::exp(lse_a - top);
+  const T b = std::exp(lse_b - top);
+  const T sum = a + b;
+  for (std::size_t i = 0; i < output_a.size(); ++i) {
+    output_a[i] = (a * output_a[i] + b * output_b[i]) / sum;
+  }
+  lse_a = top + std::log(sum);
+}
+
+// Dense attention of one query over n tokens in double: the answer everything is measured against.
+//   key(i, j), value(i, j): coordinate j of token i, convertible to double
+//   out_output: value_dim elements. scratch_logit: n elements. Returns the natural-log LSE.
+template <class Key, class Value>
+double dense_attention(std::int64_t n, std::span<const double> query, double scale, double soft_cap,
+                       Key&& key, Value&& value, std::span<double> scratch_logit,
+                       std::span<double> out_output) {
+  for (double& x : out_output) x = 0;
+  double top = -std::numeric_limits<double>::infinity();
+  for (std::int64_t i = 0; i < n; ++i) {
+    double dot = 0;
+    for (std::size_t j = 0; j < query.size(); ++j) {
+      dot += query[j] * static_cast<double>(key(i, static_cast<std::int64_t>(j)));
+    }
+    const double logit = soft_capped(scale * dot, soft_cap);
+    scratch_logit[static_cast<std::size_t>(i)] = logit;
+    if (logit > top) top = logit;
+  }
+  if (n == 0) return top;
+  double denominator = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const double w = std::exp(scratch_logit[static_cast<std::size_t>(i)] - top);
+    denominator += w;
+    for (std::size_t j = 0; j < out_output.size(); ++j) {
+      out_output[j] += w * static_cast<double>(value(i, static_cast<std::int64_t>(j)));
+    }
+  }
+  for (double& x : out_output) x /= denominator;
+  return top + std::log(denominator);
+}
+
+}  // namespace verkv
+
+#endif  // VERKV_ATTENTION_HPP

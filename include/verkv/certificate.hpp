@@ -1,0 +1,77 @@
+// The Bernstein certificate (Lemma 1, Eq. 7) of the shrinkage estimator, in terms of weights and odds:
+//
+//   V = sum rho_i min(beta, t_i)^2                                                            (3)
+//   b = max over i of  min(t_i, beta) max(rho_i, 1)                                           (4)
+//   eps(L) = (beta + b l/3 + sqrt((b l/3)^2 + 2 V l)) / D,   l = log(2 / delta)                  (Eq. 7)
+//
+// (4) is the paper's max lambda_i w_i / r_i max(r_i, 1 - r_i) rewritten with r = rho / (1 + rho). Removing
+// tokens from L never raises eps(L). Scaling all weights and D by one number changes nothing.
+#ifndef VERKV_CERTIFICATE_HPP
+#define VERKV_CERTIFICATE_HPP
+
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <span>
+
+#include <verkv/config.hpp>
+
+namespace verkv {
+
+// Bias, variance and largest deviation of one summand of the estimator over L.
+struct TailTerms {
+  double beta = 0;
+  double variance = 0;
+  double max_jump = 0;
+
+  // Mean square error of D_hat (Eq. 6 at its minimum).
+  VERKV_HD constexpr double mean_square_error() const { return beta * beta + variance; }
+};
+
+// log(2 / delta), the l of Eq. 7. delta in (0, 1).
+inline double log_two_over(double delta) { return std::log(2 / delta); }
+
+// The contribution of one token of L to V (3).
+template <class T>
+VERKV_HD constexpr T variance_term(T w, T rho, T beta) {
+  return w <= beta * rho ? w * (w / rho) : beta * beta * rho;
+}
+
+// The candidate of one token of L for b (4); w > 0.
+template <class T>
+VERKV_HD constexpr T jump_term(T w, T rho, T beta) {
+  const T clipped = w <= beta * rho ? w / rho : beta;
+  return rho > T(1) ? clipped * rho : clipped;
+}
+
+// V and b at a given beta (from shrinkage_beta) over L = {rho finite}. O(n), double, no allocation.
+template <class W, class R>
+TailTerms tail_terms(std::span<const W> w, std::span<const R> rho, double beta) {
+  TailTerms terms;
+  terms.beta = beta;
+  for (std::size_t i = 0; i < w.size(); ++i) {
+    const double wi = static_cast<double>(w[i]);
+    const double ri = static_cast<double>(rho[i]);
+    if (ri == std::numeric_limits<double>::infinity() || wi == 0) continue;
+    terms.variance += variance_term(wi, ri, beta);
+    const double jump = jump_term(wi, ri, beta);
+    if (jump > terms.max_jump) terms.max_jump = jump;
+  }
+  return terms;
+}
+
+// Eq. 7. L empty (all terms 0) gives 0. NaN in any argument, or a D that is not positive and finite
+// beside terms that are not 0, gives infinity: what cannot be computed is never certified.
+VERKV_HD inline double certificate(const TailTerms& terms, double denominator, double log_term) {
+  const double linear = terms.max_jump * log_term / 3;
+  const double numerator =
+      terms.beta + linear + std::sqrt(linear * linear + 2 * terms.variance * log_term);
+  if (numerator == 0 && denominator == denominator) return 0;
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  const double bound = numerator / denominator;
+  return bound >= 0 && denominator < infinity ? bound : infinity;
+}
+
+}  // namespace verkv
+
+#endif  // VERKV_CERTIFICATE_HPP

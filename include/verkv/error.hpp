@@ -1,0 +1,39 @@
+// The one family of exceptions. Each kind says what the caller can do about it; the text names the
+// offending value and the limit it broke and is meant for people, never for parsing.
+#ifndef VERKV_ERROR_HPP
+#define VERKV_ERROR_HPP
+
+#include <stdexcept>
+#include <string>
+
+#include <verkv/config.hpp>
+
+namespace verkv {
+
+// Base of everything the library throws on purpose. std::bad_alloc may still come from a container.
+class VERKV_API Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The call itself is wrong: shape, range, NaN, unknown sequence or layer. Fix the call.
+class VERKV_API InvalidArgument : public Error {
+ public:
+  using Error::Error;
+};
+
+// A configured byte or token limit would be exceeded. Free something or raise the limit.
+class VERKV_API CapacityError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A file is malformed, truncated, or lacks what was asked of it. Fix the file.
+class VERKV_API FormatError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace verkv
+
+#endif  // VERKV_ERROR_HPP

@@ -1,0 +1,73 @@
+// The bounded shrinkage estimator (Definition 2, Theorem 1) in closed form.
+//
+// With t_i = w_i / rho_i the fixed point of Definition 2 is
+//   lambda_i = min(1, beta rho_i / w_i) = min(1, beta / t_i)                                  (1)
+//   beta     = max over subsets A of L of  W_A / (1 + R_A)                                    (2)
+// where W_A, R_A are the sums of w and rho over A; the maximiser is A = {i : t_i > beta}.
+// The derivation is in docs/math/shrinkage.md.
+#ifndef VERKV_SHRINKAGE_HPP
+#define VERKV_SHRINKAGE_HPP
+
+#include <cstddef>
+#include <limits>
+#include <span>
+
+#include <verkv/config.hpp>
+
+namespace verkv {
+
+// lambda_i of (1). Finite for every w >= 0, rho >= 0, beta >= 0; 1 where w = 0.
+template <class T>
+VERKV_HD constexpr T shrinkage_lambda(T w, T rho, T beta) {
+  return w <= beta * rho ? T(1) : beta * rho / w;
+}
+
+// What a drawn token's weight is multiplied with: lambda_i / r_i = lambda_i (1 + rho_i) / rho_i, with
+// lambda_i additionally capped by its *exact* weight, lambda_i <= cap * beta * rho_i / w_exact_i. The cap is a
+// function of the token alone (never of the draw) and bounds the contribution of a token whose sketch
+// was too small: coefficient * w_exact <= cap * beta * (1 + rho). cap = infinity switches it off.
+template <class T>
+VERKV_HD constexpr T drawn_coefficient(T w_sketched, T w_exact, T rho, T beta, T cap) {
+  T lambda = shrinkage_lambda(w_sketched, rho, beta);
+  if (cap < std::numeric_limits<T>::infinity()) {
+    const T bound = cap * beta * rho;
+    if (lambda * w_exact > bound) lambda = bound / w_exact;
+  }
+  return lambda * (T(1) + rho) / rho;
+}
+
+// beta of (2) over L = {i : rho_i finite}; tokens with rho = infinity (H) and w = 0 are skipped. Newton's
+// (Dinkelbach's) iteration from below: beta <- W_A / (1 + R_A), A <- {i : w_i > beta rho_i}; it rises
+// monotonically and stops after finitely many rounds. A NaN weight makes the result NaN.
+// Sums in double. O(n) a round, no allocation. out_rounds (optional) receives the number of rounds.
+template <class W, class R>
+double shrinkage_beta(std::span<const W> w, std::span<const R> rho, int* out_rounds = nullptr) {
+  double beta = 0;
+  int rounds = 0;
+  for (;;) {
+    ++rounds;
+    double weight = 0;
+    double odds = 0;
+    for (std::size_t i = 0; i < w.size(); ++i) {
+      const double wi = static_cast<double>(w[i]);
+      const double ri = static_cast<double>(rho[i]);
+      if (ri == std::numeric_limits<double>::infinity()) continue;
+      if (wi <= beta * ri) continue;  // written so that NaN falls through to the sum
+      weight += wi;
+      odds += ri;
+    }
+    const double next = weight / (1 + odds);
+    if (next != next) {
+      beta = next;
+      break;
+    }
+    if (!(next > beta)) break;
+    beta = next;
+  }
+  if (out_rounds != nullptr) *out_rounds = rounds;
+  return beta;
+}
+
+}  // namespace verkv
+
+#endif  // VERKV_SHRINKAGE_HPP

@@ -1,0 +1,51 @@
+// Non-owning views with 64-bit strides. Trivially copyable, so they may go to a kernel by value.
+#ifndef VERKV_VIEW_HPP
+#define VERKV_VIEW_HPP
+
+#include <cstdint>
+
+#include <verkv/types.hpp>
+
+namespace verkv {
+
+// A 3-d block [token][head][dim] of caller memory in any layout whose innermost dimension is dense.
+// Strides are in elements. [head][token][dim] is the same view with the two strides exchanged.
+struct TensorView {
+  const void* data = nullptr;
+  DType type = DType::f32;
+  std::int64_t tokens = 0;
+  std::int64_t heads = 0;
+  std::int64_t dim = 0;
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+
+  // Address of row (token, head).
+  const void* row(std::int64_t token, std::int64_t head) const {
+    return static_cast<const char*>(data) +
+           (token * token_stride + head * head_stride) * static_cast<std::int64_t>(size_bytes(type));
+  }
+};
+
+// Dense [token][head][dim].
+inline TensorView token_major(const void* data, DType type, std::int64_t tokens, std::int64_t heads,
+                              std::int64_t dim) {
+  return {data, type, tokens, heads, dim, heads * dim, dim};
+}
+
+// Dense [head][token][dim].
+inline TensorView head_major(const void* data, DType type, std::int64_t tokens, std::int64_t heads,
+                             std::int64_t dim) {
+  return {data, type, tokens, heads, dim, dim, tokens * dim};
+}
+
+// Importance scores [head][token] of one layer, float; strides in elements, tokens dense.
+struct ImportanceView {
+  const float* data = nullptr;
+  std::int64_t heads = 0;
+  std::int64_t tokens = 0;
+  std::int64_t head_stride = 0;
+};
+
+}  // namespace verkv
+
+#endif  // VERKV_VIEW_HPP
