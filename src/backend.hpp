@@ -1,0 +1,49 @@
+// The seam between the manager and what computes. Coarse on purpose: one call is a whole decode step of a batch, so
+// that a backend on a device needs no round trip between its stages.
+//
+// The manager has checked everything that does not depend on a backend's state (shapes, ranges, known
+// sequences and layers) before it calls. A call that throws leaves the sequence as it was.
+#ifndef VERKV_SRC_BACKEND_HPP
+#define VERKV_SRC_BACKEND_HPP
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include <verkv/kv_cache_manager.hpp>
+
+namespace verkv {
+
+// Throws InvalidArgument with all of unsupported_reasons(config), if there are any.
+void check_config(const CacheConfig& config);
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual std::string description() const = 0;
+
+  virtual void create(SequenceId sequence, std::uint64_t draw) = 0;
+  virtual void release(SequenceId sequence) noexcept = 0;
+  virtual std::int64_t tokens(SequenceId sequence, std::int64_t layer) const = 0;
+  virtual std::int64_t compressed_tokens(SequenceId sequence, std::int64_t layer) const = 0;
+
+  // Throws InvalidArgument on a number that is not finite or does not fit the storage type.
+  virtual void append(SequenceId sequence, std::int64_t layer, const TensorView& keys,
+                      const TensorView& values) = 0;
+  // One view per layer; those of layers that are not compressed are not looked at.
+  virtual void compress(SequenceId sequence, std::span<const ImportanceView> importance) = 0;
+  virtual void redraw(SequenceId sequence, std::uint64_t draw) = 0;
+
+  // Both report spans have their full size. Padding rows are written too (output 0, LSE -infinity, empty reports).
+  virtual void attend(std::int64_t layer, const AttendBatch& batch,
+                      std::span<QueryHeadReport> query_reports, std::span<KvHeadReport> kv_reports) = 0;
+
+  // workspace_bytes stays 0 here; reserved_bytes is what the sequence's buffers hold beyond what they use.
+  virtual MemoryReport memory(SequenceId sequence) const = 0;
+  virtual std::int64_t workspace_bytes() const = 0;
+};
+
+}  // namespace verkv
+
+#endif  // VERKV_SRC_BACKEND_HPP

@@ -1,0 +1,375 @@
+// Both tiers in main memory. This backend is the specification: what the device backend computes is compared with it.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <verkv/inclusion.hpp>
+#include <verkv/sample.hpp>
+
+#include "backend.hpp"
+#include "cpu/attend_head.hpp"
+#include "cpu/head_store.hpp"
+#include "cpu/kernels.hpp"
+#include "thread_pool.hpp"
+
+namespace verkv::cpu {
+namespace {
+
+struct Sequence {
+  std::uint64_t draw = 0;
+  std::vector<std::vector<HeadStore>> layers;  // [layer][KV head]
+  std::vector<bool> compressed_before;         // [layer]; only then does decode compress by itself
+};
+
+// One head's share of a compression: odds of positions [begin, begin + odds.size()).
+struct HeadPlan {
+  std::size_t layer = 0;
+  std::size_t head = 0;
+  std::int64_t begin = 0;
+  const float* importance = nullptr;  // of the same positions
+  std::vector<Positive16> odds;
+};
+
+template <class T>
+void check_fits(const char* what, const TensorView& view, DType storage) {
+  const float limit = storage == DType::f16 ? 65504.0f : std::numeric_limits<float>::max();
+  for (std::int64_t t = 0; t < view.tokens; ++t) {
+    for (std::int64_t h = 0; h < view.heads; ++h) {
+      const T* row = static_cast<const T*>(view.row(t, h));
+      for (std::int64_t j = 0; j < view.dim; ++j) {
+        const float x = to_float(row[j]);
+        if (std::fabs(x) <= limit) continue;  // false for NaN
+        throw InvalidArgument(
+            fmt::format("{}: token {}, head {}, coordinate {} is {}; it must be finite and, stored as {}, not "
+                        "above {} in size",
+                        what, t, h, j, x, name(storage), limit));
+      }
+    }
+  }
+}
+
+void check_fits(const char* what, const TensorView& view, DType storage) {
+  switch (view.type) {
+    case DType::f32: check_fits<float>(what, view, storage); break;
+    case DType::f16: check_fits<Half>(what, view, storage); break;
+    case DType::bf16: check_fits<BFloat16>(what, view, storage); break;
+  }
+}
+
+class CpuBackend final : public Backend {
+ public:
+  explicit CpuBackend(const CacheConfig& config)
+      : config_(config),
+        kernels_(config.vector_code ? vector_kernels() : scalar_kernels()),
+        pool_(config.threads),
+        workspaces_(static_cast<std::size_t>(pool_.size())) {
+    for (std::size_t i = 0; i < config.layers.size(); ++i) {
+      LayerShape shape;
+      shape.config = config.layers[i];
+      if (shape.config.global_layer < 0) shape.config.global_layer = static_cast<std::int64_t>(i);
+      shape.storage = config.storage;
+      if (shape.config.cached) {
+        shape.group = static_cast<int>(shape.config.query_heads / shape.config.kv_heads);
+        shape.scale = static_cast<float>(shape.config.scale > 0
+                                             ? shape.config.scale
+                                             : 1 / std::sqrt(static_cast<double>(shape.config.key_dim)));
+        shape.sketch = {config.sketch.kind, config.sketch.bits, static_cast<int>(shape.config.key_dim)};
+        shape.levels = sketch_levels(config.sketch.kind, config.sketch.bits);
+        shape.signs.resize(2 * static_cast<std::size_t>(shape.config.key_dim));
+        rotation_signs(config.seed, static_cast<int>(shape.config.key_dim), shape.signs);
+      }
+      shapes_.push_back(std::move(shape));
+    }
+  }
+
+  std::string description() const override {
+    return fmt::format("cpu ({}, {} thread{})", kernels_.name, pool_.size(), pool_.size() == 1 ? "" : "s");
+  }
+
+  void create(SequenceId id, std::uint64_t draw) override {
+    auto sequence = std::make_unique<Sequence>();
+    sequence->draw = draw;
+    sequence->layers.resize(shapes_.size());
+    sequence->compressed_before.resize(shapes_.size(), false);
+    for (std::size_t i = 0; i < shapes_.size(); ++i) {
+      if (!shapes_[i].config.cached) continue;
+      sequence->layers[i].resize(static_cast<std::size_t>(shapes_[i].config.kv_heads));
+      reserve_workspaces(i, 0, 0);
+    }
+    sequences_.emplace(id.value, std::move(sequence));
+  }
+
+  void release(SequenceId id) noexcept override { sequences_.erase(id.value); }
+
+  std::int64_t tokens(SequenceId id, std::int64_t layer) const override {
+    return find(id).layers[static_cast<std::size_t>(layer)].front().tokens();
+  }
+
+  std::int64_t compressed_tokens(SequenceId id, std::int64_t layer) const override {
+    return find(id).layers[static_cast<std::size_t>(layer)].front().compressed();
+  }
+
+  void append(SequenceId id, std::int64_t layer_index, const TensorView& keys,
+              const TensorView& values) override {
+    const std::size_t layer = static_cast<std::size_t>(layer_index);
+    const LayerShape& shape = shapes_[layer];
+    Sequence& sequence = find(id);
+    check_fits("keys", keys, config_.storage);
+    check_fits("values", values, config_.storage);
+    std::vector<HeadStore>& heads = sequence.layers[layer];
+    std::int64_t residents = 0;
+    for (HeadStore& head : heads) {
+      head.reserve_append(shape, keys.tokens);
+      residents = std::max(residents, head.residents() + keys.tokens);
+    }
+    reserve_workspaces(layer, heads.front().compressed(), residents);
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      heads[h].append(shape, keys, values, static_cast<std::int64_t>(h));
+    }
+    if (!sequence.compressed_before[layer]) return;
+    try {
+      compress_outgrown_window(sequence, layer);
+    } catch (const std::bad_alloc&) {
+      // The tokens are in and correct; the window only stays larger until a later append finds the memory.
+    }
+  }
+
+  void compress(SequenceId id, std::span<const ImportanceView> importance) override {
+    if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
+    Sequence& sequence = find(id);
+    std::vector<HeadPlan> plans;
+    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
+      if (!compressible(layer)) continue;
+      for (std::size_t h = 0; h < sequence.layers[layer].size(); ++h) {
+        const HeadStore& store = sequence.layers[layer][h];
+        const ImportanceView& view = importance[layer];
+        plan_head(sequence, layer, h, store.tokens() - config_.local_tokens,
+                  view.data + static_cast<std::int64_t>(h) * view.head_stride, plans);
+      }
+    }
+    run_compression(sequence, plans, config_.pool, true);
+    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
+      if (compressible(layer)) sequence.compressed_before[layer] = true;
+    }
+  }
+
+  void redraw(SequenceId id, std::uint64_t draw) override {
+    Sequence& sequence = find(id);
+    // Sequences are drawn anew in a copy, so that running out of memory half-way leaves the old draw whole.
+    std::vector<std::vector<HeadStore>> layers = sequence.layers;
+    for (std::size_t layer = 0; layer < layers.size(); ++layer) {
+      std::int64_t residents = 0;
+      for (std::size_t h = 0; h < layers[layer].size(); ++h) {
+        layers[layer][h].redraw(shapes_[layer], draw_key(draw, layer, h));
+        residents = std::max(residents, layers[layer][h].residents());
+      }
+      if (!layers[layer].empty()) reserve_workspaces(layer, layers[layer].front().compressed(), residents);
+    }
+    sequence.layers.swap(layers);
+    sequence.draw = draw;
+  }
+
+  void attend(std::int64_t layer_index, const AttendBatch& batch, std::span<QueryHeadReport> query_reports,
+              std::span<KvHeadReport> kv_reports) override {
+    const std::size_t layer = static_cast<std::size_t>(layer_index);
+    const LayerShape& shape = shapes_[layer];
+    const LayerConfig& c = shape.config;
+    const auto task = [&](int worker, std::int64_t index) {
+      const std::int64_t row = index / c.kv_heads;
+      const std::int64_t head = index % c.kv_heads;
+      const std::int64_t first_query = row * c.query_heads + head * shape.group;
+      HeadStep step;
+      step.query = batch.queries.row(row, head * shape.group);
+      step.query_type = batch.queries.type;
+      step.query_stride = batch.queries.head_stride;
+      step.output = batch.output + first_query * c.value_dim;
+      step.lse = batch.lse != nullptr ? batch.lse + first_query : nullptr;
+      step.query_reports = query_reports.data() + first_query;
+      step.kv_report = kv_reports.data() + index;
+      const SequenceId id = batch.sequences[static_cast<std::size_t>(row)];
+      if (id == kNoSequence) {
+        std::fill(step.output, step.output + shape.group * c.value_dim, 0.0f);
+        if (step.lse != nullptr) {
+          std::fill(step.lse, step.lse + shape.group, -std::numeric_limits<float>::infinity());
+        }
+        std::fill(step.query_reports, step.query_reports + shape.group, QueryHeadReport{});
+        *step.kv_report = {};
+        return;
+      }
+      Sequence& sequence = find(id);
+      step.score_window = sequence.compressed_before[layer] && config_.chunk_tokens > 0;
+      attend_head(kernels_, shape, config_.fetch, sequence.layers[layer][static_cast<std::size_t>(head)],
+                  workspaces_[static_cast<std::size_t>(worker)], step);
+    };
+    pool_.run(static_cast<std::int64_t>(batch.sequences.size()) * c.kv_heads, task);
+  }
+
+  MemoryReport memory(SequenceId id) const override {
+    MemoryReport report;
+    const Sequence& sequence = find(id);
+    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
+      for (const HeadStore& head : sequence.layers[layer]) head.add_memory(shapes_[layer], report);
+    }
+    return report;
+  }
+
+  std::int64_t workspace_bytes() const override {
+    std::int64_t sum = 0;
+    for (const Workspace& workspace : workspaces_) sum += workspace.bytes();
+    return sum;
+  }
+
+ private:
+  Sequence& find(SequenceId id) { return *sequences_.find(id.value)->second; }
+  const Sequence& find(SequenceId id) const { return *sequences_.find(id.value)->second; }
+
+  bool compressible(std::size_t layer) const {
+    return shapes_[layer].config.cached && !shapes_[layer].config.dense;
+  }
+
+  DrawKey draw_key(std::uint64_t draw, std::size_t layer, std::size_t head) const {
+    const LayerConfig& c = shapes_[layer].config;
+    return {config_.seed, draw, static_cast<std::uint32_t>(c.global_layer),
+            static_cast<std::uint32_t>(c.first_global_kv_head + static_cast<std::int64_t>(head))};
+  }
+
+  void reserve_workspaces(std::size_t layer, std::int64_t compressed, std::int64_t residents) {
+    for (Workspace& workspace : workspaces_) {
+      workspace.reserve(shapes_[layer], config_.fetch, compressed, residents);
+    }
+  }
+
+  // Adds the plan of compressing one head up to position `end`, if there is anything to compress.
+  // importance: of the positions from the first one that is not compressed.
+  void plan_head(Sequence& sequence, std::size_t layer, std::size_t head, std::int64_t end, const float* importance,
+                 std::vector<HeadPlan>& plans) const {
+    const HeadStore& store = sequence.layers[layer][head];
+    if (end <= store.compressed()) return;
+    HeadPlan plan;
+    plan.layer = layer;
+    plan.head = head;
+    plan.begin = store.compressed();
+    plan.importance = importance;
+    plan.odds.resize(static_cast<std::size_t>(end - plan.begin));
+    plans.push_back(std::move(plan));
+  }
+
+  // Solves inclusion over the pools, then compresses. Only the first part can fail. `pays_window`: the budget of what has not been
+  // compressed yet includes the local window (paid once, at the first compression).
+  void run_compression(Sequence& sequence, std::vector<HeadPlan>& plans, Pool pool, bool pays_window) {
+    for (std::size_t begin = 0; begin < plans.size();) {
+      std::size_t end = begin + 1;
+      while (end < plans.size() && pool != Pool::head &&
+             (pool == Pool::sequence || plans[end].layer == plans[begin].layer)) {
+        ++end;
+      }
+      solve_pool(sequence, std::span(plans).subspan(begin, end - begin), pays_window);
+      begin = end;
+    }
+    std::int64_t largest_dim = 0;
+    for (HeadPlan& plan : plans) {
+      HeadStore& store = sequence.layers[plan.layer][plan.head];
+      const std::int64_t end = plan.begin + static_cast<std::int64_t>(plan.odds.size());
+      store.reserve_compress(shapes_[plan.layer], end);
+      reserve_workspaces(plan.layer, end, store.residents());
+      largest_dim = std::max(largest_dim, shapes_[plan.layer].config.key_dim);
+    }
+    std::vector<std::vector<float>> scratch(static_cast<std::size_t>(pool_.size()),
+                                            std::vector<float>(static_cast<std::size_t>(largest_dim)));
+    const auto task = [&](int worker, std::int64_t index) {
+      const HeadPlan& plan = plans[static_cast<std::size_t>(index)];
+      const LayerShape& shape = shapes_[plan.layer];
+      sequence.layers[plan.layer][plan.head].compress(
+          shape, plan.odds, draw_key(sequence.draw, plan.layer, plan.head),
+          std::span(scratch[static_cast<std::size_t>(worker)])
+              .first(static_cast<std::size_t>(shape.config.key_dim)));
+    };
+    pool_.run(static_cast<std::int64_t>(plans.size()), task);
+  }
+
+  void solve_pool(const Sequence& sequence, std::span<HeadPlan> plans, bool pays_window) const {
+    // Sinks are in H: out of the pool, paid from its budget.
+    const auto sinks_of = [this](const HeadPlan& plan) {
+      return std::clamp<std::int64_t>(config_.sink_tokens - plan.begin, 0,
+                                      static_cast<std::int64_t>(plan.odds.size()));
+    };
+    double budget = 0;
+    std::vector<float> tau;
+    for (const HeadPlan& plan : plans) {
+      const std::int64_t sinks = sinks_of(plan);
+      const std::int64_t count = static_cast<std::int64_t>(plan.odds.size());
+      const HeadStore& store = sequence.layers[plan.layer][plan.head];
+      const std::int64_t window = pays_window && plan.begin == 0 ? store.tokens() - count : 0;
+      budget += config_.keep * static_cast<double>(count + window) - static_cast<double>(sinks + window);
+      tau.insert(tau.end(), plan.importance + sinks, plan.importance + count);
+    }
+    budget = std::max(0.0, budget);
+
+    std::size_t next = 0;
+    const auto assign = [&](auto&& odds_of) {
+      for (HeadPlan& plan : plans) {
+        const std::int64_t sinks = sinks_of(plan);
+        std::fill(plan.odds.begin(), plan.odds.begin() + sinks, kPositive16Infinity);
+        for (std::size_t i = static_cast<std::size_t>(sinks); i < plan.odds.size(); ++i) plan.odds[i] = odds_of(next++);
+      }
+    };
+    if (config_.select == Selection::topk) {
+      std::vector<std::uint32_t> index(tau.size());
+      std::vector<std::uint8_t> kept(tau.size());
+      select_top_k(std::span<const float>(tau), static_cast<std::size_t>(budget + 0.5), index, kept);
+      assign([&](std::size_t i) { return kept[i] != 0 ? kPositive16Infinity : Positive16{}; });
+      return;
+    }
+    std::vector<float> scratch(tau.size());
+    const FlooredInclusion inclusion =
+        solve_inclusion(std::span<const float>(tau), budget, config_.inclusion_floor, std::span(scratch));
+    assign([&](std::size_t i) { return stored_odds(inclusion.probability(static_cast<double>(tau[i]))); });
+  }
+
+  // Decode: the oldest chunk of a local window that has outgrown its size, by the attention it received. The layer's heads
+  // share a pool unless each has its own; layers are appended one by one, so they cannot share one here.
+  void compress_outgrown_window(Sequence& sequence, std::size_t layer) {
+    if (config_.chunk_tokens == 0 || config_.keep >= 1) return;
+    std::vector<HeadStore>& heads = sequence.layers[layer];
+    for (;;) {
+      const std::int64_t compressed = heads.front().compressed();
+      const std::int64_t window = heads.front().tokens() - compressed;
+      if (window < config_.local_tokens + config_.chunk_tokens) return;
+      const std::size_t chunk = static_cast<std::size_t>(config_.chunk_tokens);
+      std::vector<float> score(heads.size() * chunk);
+      std::vector<HeadPlan> plans;
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        for (std::size_t i = 0; i < chunk; ++i) {
+          score[h * chunk + i] = heads[h].window_score(static_cast<std::int64_t>(i));
+        }
+        plan_head(sequence, layer, h, compressed + config_.chunk_tokens, score.data() + h * chunk, plans);
+      }
+      run_compression(sequence, plans, config_.pool == Pool::head ? Pool::head : Pool::layer, false);
+    }
+  }
+
+  CacheConfig config_;
+  const Kernels& kernels_;
+  ThreadPool pool_;
+  std::vector<LayerShape> shapes_;
+  std::vector<Workspace> workspaces_;
+  std::unordered_map<std::int64_t, std::unique_ptr<Sequence>> sequences_;
+};
+
+}  // namespace
+}  // namespace verkv::cpu
+
+namespace verkv {
+
+std::unique_ptr<KvCacheManager> make_cpu_cache(CacheConfig config) {
+  check_config(config);
+  auto backend = std::make_unique<cpu::CpuBackend>(config);
+  return std::make_unique<KvCacheManager>(std::move(config), std::move(backend));
+}
+
+}  // namespace verkv

@@ -1,0 +1,285 @@
+#include "cpu/head_store.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace verkv::cpu {
+namespace {
+
+// Grows geometrically, by half: the host tier is large and its slack counts.
+template <class Vector>
+void reserve_more(Vector& vector, std::size_t more) {
+  const std::size_t wanted = vector.size() + more;
+  if (wanted > vector.capacity()) {
+    vector.reserve(std::max(wanted, vector.capacity() + vector.capacity() / 2));
+  }
+}
+
+template <class From>
+void store_row(const From* from, std::int64_t dim, DType type, std::byte* to) {
+  for (std::int64_t j = 0; j < dim; ++j) {
+    const float x = to_float(from[j]);
+    switch (type) {
+      case DType::f32: std::memcpy(to + 4 * j, &x, 4); break;
+      case DType::f16: {
+        const Half half = to_half(x);
+        std::memcpy(to + 2 * j, &half, 2);
+        break;
+      }
+      case DType::bf16: {
+        const BFloat16 brain = to_bfloat16(x);
+        std::memcpy(to + 2 * j, &brain, 2);
+        break;
+      }
+    }
+  }
+}
+
+void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DType type, std::byte* to) {
+  const void* row = view.row(token, head);
+  if (view.type == type) {
+    std::memcpy(to, row, static_cast<std::size_t>(view.dim) * size_bytes(type));
+    return;
+  }
+  switch (view.type) {
+    case DType::f32: store_row(static_cast<const float*>(row), view.dim, type, to); break;
+    case DType::f16: store_row(static_cast<const Half*>(row), view.dim, type, to); break;
+    case DType::bf16: store_row(static_cast<const BFloat16*>(row), view.dim, type, to); break;
+  }
+}
+
+std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+}  // namespace
+
+float load_element(const Rows& rows, std::int64_t row, std::int64_t j) {
+  const std::int64_t at = row * rows.stride + j;
+  switch (rows.type) {
+    case DType::f32: return static_cast<const float*>(rows.data)[at];
+    case DType::f16: return to_float(static_cast<const Half*>(rows.data)[at]);
+    case DType::bf16: return to_float(static_cast<const BFloat16*>(rows.data)[at]);
+  }
+  return 0;
+}
+
+Rows HeadStore::host_keys(const LayerShape& shape) const {
+  return {host_.data(), shape.storage, shape.row_elements(), static_cast<int>(shape.config.key_dim)};
+}
+
+Rows HeadStore::host_values(const LayerShape& shape) const {
+  return {host_.data() + bytes(shape.config.key_dim) * size_bytes(shape.storage), shape.storage,
+          shape.row_elements(), static_cast<int>(shape.config.value_dim)};
+}
+
+Rows HeadStore::resident_keys(const LayerShape& shape) const {
+  return {resident_key_.data(), shape.storage, shape.config.key_dim, static_cast<int>(shape.config.key_dim)};
+}
+
+Rows HeadStore::resident_values(const LayerShape& shape) const {
+  return {resident_value_.data(), shape.storage, shape.config.value_dim,
+          static_cast<int>(shape.config.value_dim)};
+}
+
+void HeadStore::reserve_append(const LayerShape& shape, std::int64_t count) {
+  const std::size_t element = size_bytes(shape.storage);
+  const std::size_t n = static_cast<std::size_t>(count);
+  reserve_more(host_, n * bytes(shape.row_bytes()));
+  reserve_more(resident_key_, n * bytes(shape.config.key_dim) * element);
+  reserve_more(resident_value_, n * bytes(shape.config.value_dim) * element);
+  reserve_more(resident_position_, n);
+  reserve_more(window_square_, n);
+  reserve_more(window_steps_, n);
+}
+
+void HeadStore::append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
+                       std::int64_t head) noexcept {
+  const std::size_t element = size_bytes(shape.storage);
+  const std::size_t key_bytes = bytes(shape.config.key_dim) * element;
+  const std::size_t value_bytes = bytes(shape.config.value_dim) * element;
+  const std::size_t count = static_cast<std::size_t>(keys.tokens);
+  std::size_t host_at = host_.size();
+  std::size_t key_at = resident_key_.size();
+  std::size_t value_at = resident_value_.size();
+  host_.resize(host_at + count * (key_bytes + value_bytes));
+  resident_key_.resize(key_at + count * key_bytes);
+  resident_value_.resize(value_at + count * value_bytes);
+  for (std::int64_t t = 0; t < keys.tokens; ++t) {
+    store_row(keys, t, head, shape.storage, host_.data() + host_at);
+    store_row(values, t, head, shape.storage, host_.data() + host_at + key_bytes);
+    std::memcpy(resident_key_.data() + key_at, host_.data() + host_at, key_bytes);
+    std::memcpy(resident_value_.data() + value_at, host_.data() + host_at + key_bytes, value_bytes);
+    host_at += key_bytes + value_bytes;
+    key_at += key_bytes;
+    value_at += value_bytes;
+    resident_position_.push_back(static_cast<std::uint32_t>(tokens_ + t));
+  }
+  window_square_.resize(window_square_.size() + count, 0.0f);
+  window_steps_.resize(window_steps_.size() + count, 0u);
+  tokens_ += keys.tokens;
+}
+
+void HeadStore::reserve_compress(const LayerShape& shape, std::int64_t end) {
+  const std::int64_t padded = round_up(end, kSketchGroup);
+  const auto to = [](auto& vector, std::int64_t size) {
+    const std::size_t wanted = static_cast<std::size_t>(size);
+    if (wanted > vector.size()) reserve_more(vector, wanted - vector.size());
+  };
+  to(odds_, padded);
+  if (shape.sketch.kind == SketchKind::exact) return;
+  to(codes_, code_storage_bytes(shape.sketch, end));
+  to(scales_, padded);
+  if (shape.sketch.kind == SketchKind::minmax) to(offsets_, padded);
+  if (shape.sketch.kind == SketchKind::lloyd_max) to(channel_means_, shape.config.key_dim);
+}
+
+void HeadStore::encode(const LayerShape& shape, std::int64_t position, std::span<float> scratch) noexcept {
+  const Rows keys = host_keys(shape);
+  const std::size_t at = static_cast<std::size_t>(position);
+  for (std::size_t j = 0; j < scratch.size(); ++j) {
+    scratch[j] = load_element(keys, position, static_cast<std::int64_t>(j));
+  }
+  if (shape.sketch.kind == SketchKind::minmax) {
+    const SketchScale result = encode_minmax(shape.sketch, scratch, codes_.data(), position);
+    scales_[at] = result.scale;
+    offsets_[at] = result.offset;
+    return;
+  }
+  for (std::size_t j = 0; j < scratch.size(); ++j) scratch[j] -= channel_means_[j];
+  rotate(scratch, shape.signs);
+  scales_[at] = encode_lloyd_max(shape.sketch, shape.levels, scratch, codes_.data(), position).scale;
+}
+
+void HeadStore::compress(const LayerShape& shape, std::span<const Positive16> odds, const DrawKey& key,
+                         std::span<float> scratch) noexcept {
+  const std::int64_t begin = compressed_;
+  const std::int64_t end = begin + static_cast<std::int64_t>(odds.size());
+  const std::size_t padded = static_cast<std::size_t>(round_up(end, kSketchGroup));
+  odds_.resize(padded);
+  std::copy(odds.begin(), odds.end(), odds_.begin() + begin);
+
+  if (shape.sketch.kind != SketchKind::exact) {
+    codes_.resize(bytes(code_storage_bytes(shape.sketch, end)));
+    scales_.resize(padded);
+    if (shape.sketch.kind == SketchKind::minmax) offsets_.resize(padded);
+    if (shape.sketch.kind == SketchKind::lloyd_max && begin == 0) {
+      // Any centre is allowed (softmax does not see it), so it is fixed at the first compression.
+      channel_means_.assign(static_cast<std::size_t>(shape.config.key_dim), 0.0f);
+      const Rows keys = host_keys(shape);
+      for (std::size_t j = 0; j < channel_means_.size(); ++j) {
+        double sum = 0;
+        for (std::int64_t i = 0; i < end; ++i) {
+          sum += static_cast<double>(load_element(keys, i, static_cast<std::int64_t>(j)));
+        }
+        channel_means_[j] = static_cast<float>(sum / static_cast<double>(end));
+      }
+    }
+    for (std::int64_t i = begin; i < end; ++i) encode(shape, i, scratch);
+  }
+
+  // The window's rows follow the drawn ones; the drawn of them stay, in place and in order.
+  const std::size_t element = size_bytes(shape.storage);
+  const std::size_t key_bytes = bytes(shape.config.key_dim) * element;
+  const std::size_t value_bytes = bytes(shape.config.value_dim) * element;
+  std::size_t to = static_cast<std::size_t>(drawn_residents_);
+  for (std::size_t from = to; from < resident_position_.size(); ++from) {
+    const std::uint32_t position = resident_position_[from];
+    if (position < end) {
+      const double r = probability_from_odds(static_cast<double>(to_float(odds_[position])));
+      if (!drawn(key, position, r)) continue;
+    }
+    if (to != from) {
+      std::memcpy(resident_key_.data() + to * key_bytes, resident_key_.data() + from * key_bytes, key_bytes);
+      std::memcpy(resident_value_.data() + to * value_bytes, resident_value_.data() + from * value_bytes,
+                  value_bytes);
+      resident_position_[to] = position;
+    }
+    ++to;
+    if (position < end) drawn_residents_ = static_cast<std::int64_t>(to);
+  }
+  resident_key_.resize(to * key_bytes);
+  resident_value_.resize(to * value_bytes);
+  resident_position_.resize(to);
+  const auto shrink = [](auto& vector) {
+    // A fast tier that holds on to the memory of the prefill has saved nothing.
+    if (vector.capacity() > 2 * vector.size()) {
+      try {
+        vector.shrink_to_fit();
+      } catch (...) {
+        // Keeping the larger block is correct, only larger.
+      }
+    }
+  };
+  shrink(resident_key_);
+  shrink(resident_value_);
+  shrink(resident_position_);
+  const std::ptrdiff_t gone = static_cast<std::ptrdiff_t>(end - begin);
+  window_square_.erase(window_square_.begin(), window_square_.begin() + gone);
+  window_steps_.erase(window_steps_.begin(), window_steps_.begin() + gone);
+  shrink(window_square_);
+  shrink(window_steps_);
+  compressed_ = end;
+}
+
+void HeadStore::redraw(const LayerShape& shape, const DrawKey& key) {
+  std::vector<std::uint32_t> positions;
+  for (std::int64_t i = 0; i < compressed_; ++i) {
+    const double r = probability_from_odds(static_cast<double>(to_float(odds_[static_cast<std::size_t>(i)])));
+    if (drawn(key, static_cast<std::uint64_t>(i), r)) positions.push_back(static_cast<std::uint32_t>(i));
+  }
+  const std::int64_t now_drawn = static_cast<std::int64_t>(positions.size());
+  for (std::int64_t i = compressed_; i < tokens_; ++i) positions.push_back(static_cast<std::uint32_t>(i));
+
+  const std::size_t element = size_bytes(shape.storage);
+  const std::size_t key_bytes = bytes(shape.config.key_dim) * element;
+  const std::size_t value_bytes = bytes(shape.config.value_dim) * element;
+  AlignedVector<std::byte> keys(positions.size() * key_bytes);
+  AlignedVector<std::byte> values(positions.size() * value_bytes);
+  for (std::size_t slot = 0; slot < positions.size(); ++slot) {
+    const std::byte* row = host_.data() + positions[slot] * (key_bytes + value_bytes);
+    std::memcpy(keys.data() + slot * key_bytes, row, key_bytes);
+    std::memcpy(values.data() + slot * value_bytes, row + key_bytes, value_bytes);
+  }
+  resident_key_.swap(keys);
+  resident_value_.swap(values);
+  resident_position_.swap(positions);
+  drawn_residents_ = now_drawn;
+}
+
+void HeadStore::add_window_step(std::span<const float> square) noexcept {
+  for (std::size_t i = 0; i < square.size(); ++i) {
+    window_square_[i] += square[i];
+    ++window_steps_[i];
+  }
+}
+
+float HeadStore::window_score(std::int64_t i) const noexcept {
+  const std::size_t at = static_cast<std::size_t>(i);
+  if (window_steps_[at] == 0) return 0;
+  return std::sqrt(window_square_[at] / static_cast<float>(window_steps_[at]));
+}
+
+void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const {
+  const auto used = [](const auto& vector) {
+    return static_cast<std::int64_t>(vector.size() * sizeof(vector[0]));
+  };
+  const auto spare = [&report](const auto& vector) {
+    report.reserved_bytes += static_cast<std::int64_t>((vector.capacity() - vector.size()) * sizeof(vector[0]));
+  };
+  report.host_bytes += tokens_ * shape.row_bytes();
+  report.resident_bytes += used(resident_key_) + used(resident_value_);
+  report.sketch_bytes += used(codes_) + used(scales_) + used(offsets_) + used(channel_means_);
+  report.metadata_bytes += used(resident_position_) + used(odds_) + used(window_square_) + used(window_steps_);
+  spare(host_);
+  spare(resident_key_);
+  spare(resident_value_);
+  spare(resident_position_);
+  spare(codes_);
+  spare(scales_);
+  spare(offsets_);
+  spare(odds_);
+  spare(window_square_);
+  spare(window_steps_);
+}
+
+}  // namespace verkv::cpu

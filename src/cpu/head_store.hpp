@@ -1,0 +1,123 @@
+// Everything the CPU backend keeps for one (sequence, layer, KV head), on both tiers.
+#ifndef VERKV_SRC_CPU_HEAD_STORE_HPP
+#define VERKV_SRC_CPU_HEAD_STORE_HPP
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <span>
+#include <vector>
+
+#include <verkv/kv_cache_manager.hpp>
+#include <verkv/sample.hpp>
+#include <verkv/sketch.hpp>
+
+#include "cpu/kernels.hpp"
+
+namespace verkv::cpu {
+
+// Cache-line aligned vectors, so that rows and codes do not straddle lines needlessly.
+template <class T>
+struct AlignedAllocator {
+  using value_type = T;
+  AlignedAllocator() = default;
+  template <class U>
+  explicit AlignedAllocator(const AlignedAllocator<U>&) {}
+  T* allocate(std::size_t n) {
+    return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t{64}));
+  }
+  void deallocate(T* p, std::size_t) noexcept { ::operator delete(p, std::align_val_t{64}); }
+  friend bool operator==(AlignedAllocator, AlignedAllocator) { return true; }
+};
+
+template <class T>
+using AlignedVector = std::vector<T, AlignedAllocator<T>>;
+
+constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// What is fixed for a layer.
+struct LayerShape {
+  LayerConfig config;
+  int group = 1;  // query heads per KV head
+  float scale = 1;
+  DType storage = DType::f16;
+  SketchShape sketch;
+  SketchLevels levels;
+  std::vector<float> signs;  // of the rotation, 2 * key_dim
+
+  std::int64_t row_elements() const { return config.key_dim + config.value_dim; }
+  std::int64_t row_bytes() const { return row_elements() * static_cast<std::int64_t>(size_bytes(storage)); }
+};
+
+// Positions [0, compressed) have sketch and odds; of them only the drawn ones are resident. Positions
+// [compressed, tokens) are the local window: all resident.
+class HeadStore {
+ public:
+  std::int64_t tokens() const { return tokens_; }
+  std::int64_t compressed() const { return compressed_; }
+  std::int64_t residents() const { return static_cast<std::int64_t>(resident_position_.size()); }
+  // Residents that belong to the compressed part; they come first, in order of position.
+  std::int64_t drawn_residents() const { return drawn_residents_; }
+
+  // Host tier: key and value of a token side by side, indexed by position.
+  Rows host_keys(const LayerShape& shape) const;
+  Rows host_values(const LayerShape& shape) const;
+  // Fast tier, indexed by resident slot; position of each slot.
+  Rows resident_keys(const LayerShape& shape) const;
+  Rows resident_values(const LayerShape& shape) const;
+  std::span<const std::uint32_t> resident_positions() const { return resident_position_; }
+
+  // Sketch and odds of positions [0, compressed), readable up to the next multiple of 16.
+  const std::uint8_t* codes() const { return codes_.data(); }
+  const Positive16* scales() const { return scales_.data(); }
+  const BFloat16* offsets() const { return offsets_.empty() ? nullptr : offsets_.data(); }
+  const Positive16* odds() const { return odds_.data(); }
+  std::span<const float> channel_means() const { return channel_means_; }
+
+  // Room for `count` more tokens; afterwards append of them cannot fail.
+  void reserve_append(const LayerShape& shape, std::int64_t count);
+  // Adds tokens of KV head `head` of the views, already checked to fit the storage type.
+  void append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
+              std::int64_t head) noexcept;
+
+  // Room to compress up to position `end`; afterwards compress of them cannot fail.
+  void reserve_compress(const LayerShape& shape, std::int64_t end);
+  // Compresses positions [compressed, compressed + odds.size()) with these odds, drawing with `key`. scratch: key_dim floats.
+  void compress(const LayerShape& shape, std::span<const Positive16> odds, const DrawKey& key,
+                std::span<float> scratch) noexcept;
+  // Draws the compressed part anew. Strong guarantee.
+  void redraw(const LayerShape& shape, const DrawKey& key);
+
+  // Scores of the local window: adds the squares of the attention probabilities that a step gave to its tokens
+  // (square[i] summed over the query heads, for position compressed + i).
+  void add_window_step(std::span<const float> square) noexcept;
+  // Root mean square probability of window token i (relative to the window's start); 0 if it was never attended.
+  float window_score(std::int64_t i) const noexcept;
+
+  void add_memory(const LayerShape& shape, MemoryReport& report) const;
+
+ private:
+  void encode(const LayerShape& shape, std::int64_t position, std::span<float> scratch) noexcept;
+
+  std::int64_t tokens_ = 0;
+  std::int64_t compressed_ = 0;
+  std::int64_t drawn_residents_ = 0;
+  AlignedVector<std::byte> host_;
+  AlignedVector<std::byte> resident_key_;
+  AlignedVector<std::byte> resident_value_;
+  std::vector<std::uint32_t> resident_position_;
+  AlignedVector<std::uint8_t> codes_;
+  std::vector<Positive16> scales_;
+  std::vector<BFloat16> offsets_;
+  std::vector<Positive16> odds_;
+  std::vector<float> channel_means_;
+  std::vector<float> window_square_;
+  std::vector<std::uint32_t> window_steps_;
+};
+
+// Coordinate j of a stored row.
+float load_element(const Rows& rows, std::int64_t row, std::int64_t j);
+
+}  // namespace verkv::cpu
+
+#endif  // VERKV_SRC_CPU_HEAD_STORE_HPP

@@ -1,0 +1,236 @@
+// The reference kernels: one token after the other, with the lane order that kernels.hpp fixes.
+#include <cmath>
+#include <limits>
+
+#include <verkv/attention.hpp>
+#include <verkv/certificate.hpp>
+#include <verkv/fetch_plan.hpp>
+
+#include "cpu/kernels.hpp"
+
+namespace verkv::cpu {
+namespace {
+
+// The fixed order of summation over tokens.
+class LaneSum {
+ public:
+  void add(std::int64_t i, float x) {
+    if (i % kBlockTokens == 0 && i > 0) flush();
+    lane_[i % kLanes] += x;
+  }
+  double total() {
+    flush();
+    return total_;
+  }
+
+ private:
+  void flush() {
+    total_ += static_cast<double>(fold16(lane_));
+    for (float& x : lane_) x = 0;
+  }
+  float lane_[kLanes] = {};
+  double total_ = 0;
+};
+
+float load(const Rows& rows, std::int64_t row, int j) {
+  const std::int64_t at = row * rows.stride + j;
+  switch (rows.type) {
+    case DType::f32: return static_cast<const float*>(rows.data)[at];
+    case DType::f16: return to_float(static_cast<const Half*>(rows.data)[at]);
+    case DType::bf16: return to_float(static_cast<const BFloat16*>(rows.data)[at]);
+  }
+  return 0;
+}
+
+void dot_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* q,
+              int heads, std::int64_t q_stride, float* out, std::int64_t out_stride) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t row = index != nullptr ? index[i] : i;
+    for (int h = 0; h < heads; ++h) {
+      float lane[kLanes] = {};
+      for (int j = 0; j < rows.dim; ++j) {
+        lane[j % kLanes] = std::fma(load(rows, row, j), q[h * q_stride + j], lane[j % kLanes]);
+      }
+      out[h * out_stride + i] = fold16(lane);
+    }
+  }
+}
+
+void weighted_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* c,
+                   int heads, std::int64_t c_stride, float* out, std::int64_t out_stride) {
+  constexpr std::int64_t block = 256;
+  for (std::int64_t begin = 0; begin < count; begin += block) {
+    const std::int64_t end = begin + block < count ? begin + block : count;
+    for (int h = 0; h < heads; ++h) {
+      for (int j = 0; j < rows.dim; ++j) {
+        float sum = 0;
+        for (std::int64_t i = begin; i < end; ++i) {
+          const std::int64_t row = index != nullptr ? index[i] : i;
+          sum = std::fma(c[h * c_stride + i], load(rows, row, j), sum);
+        }
+        out[h * out_stride + j] += sum;
+      }
+    }
+  }
+}
+
+void sketch_logits(const SketchShape& shape, const SketchLevels& levels, const std::uint8_t* codes,
+                   const Positive16* scale, const BFloat16* offset, const Positive16* odds,
+                   std::int64_t count, const std::int8_t* q, int heads, std::int64_t q_stride,
+                   const HeadConstants* constants, float* out, std::int64_t out_stride,
+                   float* out_largest) {
+  for (int h = 0; h < heads; ++h) {
+    out_largest[h] = -std::numeric_limits<float>::infinity();
+    const std::span<const std::int8_t> query(q + h * q_stride,
+                                             static_cast<std::size_t>(shape.padded_dim()));
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int32_t dot = sketch_dot(shape, levels, codes, i, query);
+      const float logit =
+          sketch_logit(shape, dot, constants[h].query_sum, scale[i],
+                       offset != nullptr ? offset[i] : BFloat16{}, constants[h].factor, constants[h].shift);
+      out[h * out_stride + i] = logit;
+      if (odds[i].bits < kPositive16Infinity.bits && logit > out_largest[h]) out_largest[h] = logit;
+    }
+    out_largest[h] += 0.0f;  // the largest of -0 and 0 is 0, in whichever order they come
+  }
+}
+
+void weights(float* w, std::int64_t stride, const Positive16* odds, std::int64_t count, int heads,
+             const float* shift, double* out_sum) {
+  for (int h = 0; h < heads; ++h) {
+    LaneSum sum;
+    for (std::int64_t i = 0; i < count; ++i) {
+      float& x = w[h * stride + i];
+      x = odds[i].bits < kPositive16Infinity.bits ? weight_exp(x - shift[h]) : 0.0f;
+      sum.add(i, x);
+    }
+    out_sum[h] = sum.total();
+  }
+}
+
+void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count, int heads,
+               const float* beta, double* out_weight, double* out_odds) {
+  for (int h = 0; h < heads; ++h) {
+    LaneSum weight, odd;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const float x = w[h * stride + i];
+      const float rho = to_float(odds[i]);
+      const bool in = x > beta[h] * rho;
+      weight.add(i, in ? x : 0.0f);
+      odd.add(i, in ? rho : 0.0f);
+    }
+    out_weight[h] = weight.total();
+    out_odds[h] = odd.total();
+  }
+}
+
+void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count, int heads,
+               const float* beta, double* out_variance, float* out_jump) {
+  for (int h = 0; h < heads; ++h) {
+    LaneSum variance;
+    float jump = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const float x = w[h * stride + i];
+      const float rho = to_float(odds[i]);
+      variance.add(i, x > 0 ? variance_term(x, rho, beta[h]) : 0.0f);
+      if (x > 0) jump = std::fmax(jump, jump_term(x, rho, beta[h]));
+    }
+    out_variance[h] = variance.total();
+    out_jump[h] = jump;
+  }
+}
+
+std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
+                           int heads, const float* beta, const float* key_threshold,
+                           const float* weight_threshold, std::uint32_t* out, std::int64_t* out_planned) {
+  std::int64_t found = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    bool any = false;
+    const float rho = to_float(odds[i]);
+    for (int h = 0; h < heads; ++h) {
+      const float x = w[h * stride + i];
+      const bool wanted = x > 0 && (x > weight_threshold[h] || fetch_key(x, rho, beta[h]) > key_threshold[h]);
+      out_planned[h] += wanted;
+      any = any || wanted;
+    }
+    if (any) out[found++] = static_cast<std::uint32_t>(i);
+  }
+  return found;
+}
+
+void plan_start(const float* w, const Positive16* odds, std::int64_t count, float beta, PlanArrays& plan) {
+  plan.count = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (!(w[i] > 0)) continue;
+    const float rho = to_float(odds[i]);
+    plan.weight[plan.count] = w[i];
+    plan.odds[plan.count] = rho;
+    plan.key[plan.count] = fetch_key(w[i], rho, beta);
+    plan.position[plan.count] = static_cast<std::uint32_t>(i);
+    ++plan.count;
+  }
+}
+
+void plan_beta_sums(const PlanArrays& plan, float threshold, float beta, double& out_weight,
+                    double& out_odds) {
+  LaneSum weight, odd;
+  for (std::int64_t i = 0; i < plan.count; ++i) {
+    const bool in = plan.key[i] <= threshold && plan.weight[i] > beta * plan.odds[i];
+    weight.add(i, in ? plan.weight[i] : 0.0f);
+    odd.add(i, in ? plan.odds[i] : 0.0f);
+  }
+  out_weight = weight.total();
+  out_odds = odd.total();
+}
+
+void plan_tail_sums(const PlanArrays& plan, float threshold, float beta, double& out_variance,
+                    float& out_jump) {
+  LaneSum variance;
+  out_jump = 0;
+  for (std::int64_t i = 0; i < plan.count; ++i) {
+    const bool in = plan.key[i] <= threshold;
+    variance.add(i, in ? variance_term(plan.weight[i], plan.odds[i], beta) : 0.0f);
+    if (in) out_jump = std::fmax(out_jump, jump_term(plan.weight[i], plan.odds[i], beta));
+  }
+  out_variance = variance.total();
+}
+
+void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float beta_low, float beta_high,
+                  PlanBase& base) {
+  LaneSum in_weight, in_odds, out_variance;
+  std::int64_t kept = 0;
+  for (std::int64_t i = 0; i < plan.count; ++i) {
+    const float w = plan.weight[i];
+    const float rho = plan.odds[i];
+    const float key = plan.key[i];
+    const bool settled = key <= settle_below;
+    const bool in = settled && w > beta_high * rho;
+    const bool out = settled && !in && w <= beta_low * rho;
+    in_weight.add(i, in ? w : 0.0f);
+    in_odds.add(i, in ? rho : 0.0f);
+    out_variance.add(i, out ? w * (w / rho) : 0.0f);
+    if (in) base.in_largest_odds = std::fmax(base.in_largest_odds, std::fmax(rho, 1.0f));
+    if (out) base.out_jump = std::fmax(base.out_jump, w / rho * std::fmax(rho, 1.0f));
+    if (in || out || key > drop_above) continue;
+    plan.weight[kept] = w;
+    plan.odds[kept] = rho;
+    plan.key[kept] = key;
+    plan.position[kept] = plan.position[i];
+    ++kept;
+  }
+  plan.count = kept;
+  base.in_weight += in_weight.total();
+  base.in_odds += in_odds.total();
+  base.out_variance += out_variance.total();
+}
+
+}  // namespace
+
+const Kernels& scalar_kernels() {
+  static constexpr Kernels kernels{"scalar",      dot_rows,      weighted_rows,  sketch_logits,
+                                   weights,       beta_sums,     tail_sums,      select_tokens,
+                                   plan_start,    plan_beta_sums, plan_tail_sums, plan_compact};
+  return kernels;
+}
+
+}  // namespace verkv::cpu

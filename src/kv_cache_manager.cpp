@@ -1,0 +1,418 @@
+#include <verkv/kv_cache_manager.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <unordered_map>
+#include <utility>
+
+#include <verkv/inclusion.hpp>
+#include <verkv/sketch.hpp>
+
+#include "backend.hpp"
+
+namespace verkv {
+namespace {
+
+constexpr std::int64_t kMaxTokens = (std::int64_t{1} << 32) - 1;  // a position is 32 bits of a Philox counter
+constexpr std::int64_t kMaxDim = 512;     // integer scores stay exact in binary32
+constexpr std::int64_t kMaxLayers = 65536;  // 16 bits of the counter each
+constexpr std::int64_t kMaxHeads = 65536;
+
+bool in_open_unit(double x) { return x > 0 && x < 1; }
+
+template <class... Args>
+[[noreturn]] void invalid(fmt::format_string<Args...> text, Args&&... args) {
+  throw InvalidArgument(fmt::format(text, std::forward<Args>(args)...));
+}
+
+void check_rows(const char* what, const TensorView& view, std::int64_t heads, std::int64_t dim) {
+  if (view.tokens < 0) invalid("{}: {} tokens; the number cannot be negative", what, view.tokens);
+  if (view.heads != heads) invalid("{}: {} heads given, the layer has {}", what, view.heads, heads);
+  if (view.dim != dim) invalid("{}: head size {} given, the layer has {}", what, view.dim, dim);
+  if (view.tokens > 0 && view.data == nullptr) invalid("{}: null data for {} tokens", what, view.tokens);
+}
+
+// First element of a view that is not finite: (token, head, coordinate), token -1 if there is none.
+struct Place {
+  std::int64_t token = -1;
+  std::int64_t head = 0;
+  std::int64_t coordinate = 0;
+};
+
+template <class T>
+Place first_not_finite(const TensorView& view) {
+  for (std::int64_t t = 0; t < view.tokens; ++t) {
+    for (std::int64_t h = 0; h < view.heads; ++h) {
+      const T* row = static_cast<const T*>(view.row(t, h));
+      for (std::int64_t j = 0; j < view.dim; ++j) {
+        if (!std::isfinite(to_float(row[j]))) return {t, h, j};
+      }
+    }
+  }
+  return {};
+}
+
+Place first_not_finite(const TensorView& view) {
+  switch (view.type) {
+    case DType::f32: return first_not_finite<float>(view);
+    case DType::f16: return first_not_finite<Half>(view);
+    case DType::bf16: return first_not_finite<BFloat16>(view);
+  }
+  return {};
+}
+
+}  // namespace
+
+std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
+  std::vector<std::string> reasons;
+  const auto add = [&reasons]<class... Args>(fmt::format_string<Args...> text, Args&&... args) {
+    reasons.push_back(fmt::format(text, std::forward<Args>(args)...));
+  };
+  if (config.layers.empty()) add("no layers; at least one is needed");
+  if (static_cast<std::int64_t>(config.layers.size()) > kMaxLayers) {
+    add("{} layers; at most {} are supported", config.layers.size(), kMaxLayers);
+  }
+  for (std::size_t i = 0; i < config.layers.size(); ++i) {
+    const LayerConfig& layer = config.layers[i];
+    if (!layer.cached) continue;
+    if (layer.kv_heads < 1 || layer.kv_heads + layer.first_global_kv_head > kMaxHeads ||
+        layer.first_global_kv_head < 0) {
+      add("layer {}: {} KV heads from global head {}; 1 to {} in all are supported", i, layer.kv_heads,
+          layer.first_global_kv_head, kMaxHeads);
+    } else if (layer.query_heads < 1 || layer.query_heads % layer.kv_heads != 0) {
+      add("layer {}: {} query heads are not a positive multiple of {} KV heads", i, layer.query_heads,
+          layer.kv_heads);
+    }
+    if (layer.key_dim < 1 || layer.key_dim > kMaxDim) {
+      add("layer {}: key head size {}; 1 to {} are supported", i, layer.key_dim, kMaxDim);
+    }
+    if (layer.value_dim < 1 || layer.value_dim > kMaxDim) {
+      add("layer {}: value head size {}; 1 to {} are supported", i, layer.value_dim, kMaxDim);
+    }
+    if (!std::isfinite(layer.scale) || layer.scale < 0) {
+      add("layer {}: scale {}; a positive number, or 0 for 1/sqrt(head size)", i, layer.scale);
+    }
+    if (!std::isfinite(layer.soft_cap) || layer.soft_cap < 0) {
+      add("layer {}: soft cap {}; a positive number, or 0 for none", i, layer.soft_cap);
+    }
+    if (layer.window != 0) {
+      add("layer {}: sliding window of {} tokens; only layers without a window are supported (set cached "
+          "to false to leave the layer to the engine)",
+          i, layer.window);
+    }
+    if (layer.global_layer >= kMaxLayers || layer.global_layer < -1) {
+      add("layer {}: global layer {}; -1 to {} are supported", i, layer.global_layer, kMaxLayers - 1);
+    }
+  }
+  if (!(config.keep > 0 && config.keep <= 1)) add("keep {}; must lie in (0, 1]", config.keep);
+  if (!(config.inclusion_floor >= 0 && config.inclusion_floor <= config.keep && config.inclusion_floor < 1)) {
+    add("inclusion floor {}; must lie in [0, keep = {}] and below 1", config.inclusion_floor, config.keep);
+  }
+  if (config.sink_tokens < 0) add("{} sink tokens; cannot be negative", config.sink_tokens);
+  if (config.local_tokens < 0) add("{} local tokens; cannot be negative", config.local_tokens);
+  if (config.chunk_tokens < 0) add("{} chunk tokens; cannot be negative", config.chunk_tokens);
+  const SketchConfig& sketch = config.sketch;
+  if (sketch.kind == SketchKind::lloyd_max && (sketch.bits < 2 || sketch.bits > 4)) {
+    add("a Lloyd-Max sketch of {} bits; 2, 3 and 4 are supported", sketch.bits);
+  }
+  if (sketch.kind == SketchKind::minmax && sketch.bits != 2) {
+    add("a min-max sketch of {} bits; only 2 is supported", sketch.bits);
+  }
+  const FetchConfig& fetch = config.fetch;
+  if (fetch.epsilon != kOff && !in_open_unit(fetch.epsilon)) {
+    add("epsilon {}; must lie in (0, 1), or be off (infinite)", fetch.epsilon);
+  }
+  if (!in_open_unit(fetch.delta)) add("delta {}; must lie in (0, 1)", fetch.delta);
+  if (!(fetch.risk > 0)) add("risk {}; must be above 0, or off (infinite)", fetch.risk);
+  if (!(fetch.probability > 0)) add("probability {}; must be above 0, or off (infinite)", fetch.probability);
+  if (!(fetch.cap >= 1)) add("cap {}; must be at least 1, or off (infinite)", fetch.cap);
+  if (fetch.shortlist < 0) add("shortlist of {} tokens; cannot be negative", fetch.shortlist);
+  if (fetch.limit_tokens < 0) add("fetch limit of {} tokens; cannot be negative", fetch.limit_tokens);
+  if (config.fast_bytes_limit < 0) add("fast tier limit of {} bytes; cannot be negative", config.fast_bytes_limit);
+  if (config.host_bytes_limit < 0) add("host tier limit of {} bytes; cannot be negative", config.host_bytes_limit);
+  return reasons;
+}
+
+void check_config(const CacheConfig& config) {
+  const std::vector<std::string> reasons = unsupported_reasons(config);
+  if (!reasons.empty()) throw InvalidArgument(fmt::format("{}", fmt::join(reasons, "; ")));
+}
+
+double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType storage,
+                           const SketchConfig& sketch) {
+  if (!(fast_share > 0 && fast_share <= 1)) invalid("fast share {}; must lie in (0, 1]", fast_share);
+  if (layer.key_dim < 1 || layer.value_dim < 1) {
+    invalid("head sizes {} and {}; both must be positive", layer.key_dim, layer.value_dim);
+  }
+  const SketchShape shape{sketch.kind, sketch.bits, static_cast<int>(layer.key_dim)};
+  const double full = static_cast<double>(layer.key_dim + layer.value_dim) * static_cast<double>(size_bytes(storage));
+  // Per token: sketch and odds. Per resident: its row and its 4-byte position.
+  const double fixed = static_cast<double>(shape.token_bytes()) + 2;
+  const double keep = (fast_share * full - fixed) / (full + 4);
+  if (!(keep > 0)) {
+    invalid("a fast share of {} cannot hold the sketch; it needs more than {:.4f}", fast_share, fixed / full);
+  }
+  return std::min(1.0, keep);
+}
+
+struct KvCacheManager::Impl {
+  struct Sequence {
+    std::uint64_t last_batch = 0;  // finds a sequence that appears twice in one batch
+  };
+
+  CacheConfig config;
+  std::unique_ptr<Backend> backend;
+  std::unordered_map<std::int64_t, Sequence> sequences;
+  std::int64_t next_sequence = 0;
+  std::uint64_t batch_count = 0;
+  std::vector<LayerStatistics> statistics;
+  // Reports of a step when the caller wants none; sized whenever a sequence is created.
+  std::vector<QueryHeadReport> query_reports;
+  std::vector<KvHeadReport> kv_reports;
+
+  Sequence& find(SequenceId id) {
+    const auto it = sequences.find(id.value);
+    if (it == sequences.end()) invalid("sequence {} is unknown", id.value);
+    return it->second;
+  }
+
+  const LayerConfig& layer(std::int64_t index) const {
+    if (index < 0 || index >= static_cast<std::int64_t>(config.layers.size())) {
+      invalid("layer {}; the configuration has layers 0 to {}", index, config.layers.size() - 1);
+    }
+    const LayerConfig& result = config.layers[static_cast<std::size_t>(index)];
+    if (!result.cached) invalid("layer {} is configured to keep no cache", index);
+    return result;
+  }
+
+  bool compressible(const LayerConfig& l) const { return l.cached && !l.dense; }
+
+  MemoryReport total() const {
+    MemoryReport sum;
+    for (const auto& [id, sequence] : sequences) {
+      const MemoryReport one = backend->memory(SequenceId{id});
+      sum.resident_bytes += one.resident_bytes;
+      sum.sketch_bytes += one.sketch_bytes;
+      sum.metadata_bytes += one.metadata_bytes;
+      sum.host_bytes += one.host_bytes;
+      sum.reserved_bytes += one.reserved_bytes;
+    }
+    sum.workspace_bytes = backend->workspace_bytes();
+    return sum;
+  }
+};
+
+KvCacheManager::KvCacheManager(CacheConfig config, std::unique_ptr<Backend> backend)
+    : impl_(std::make_unique<Impl>()) {
+  check_config(config);
+  impl_->config = std::move(config);
+  impl_->backend = std::move(backend);
+  impl_->statistics.resize(impl_->config.layers.size());
+}
+
+KvCacheManager::~KvCacheManager() = default;
+
+const CacheConfig& KvCacheManager::config() const { return impl_->config; }
+
+std::string KvCacheManager::description() const { return impl_->backend->description(); }
+
+SequenceId KvCacheManager::create_sequence() {
+  return create_sequence(static_cast<std::uint64_t>(impl_->next_sequence));
+}
+
+SequenceId KvCacheManager::create_sequence(std::uint64_t draw) {
+  const SequenceId id{impl_->next_sequence};
+  std::int64_t query_heads = 0;
+  std::int64_t kv_heads = 0;
+  for (const LayerConfig& layer : impl_->config.layers) {
+    if (!layer.cached) continue;
+    query_heads = std::max(query_heads, layer.query_heads);
+    kv_heads = std::max(kv_heads, layer.kv_heads);
+  }
+  const std::size_t rows = impl_->sequences.size() + 1;
+  if (impl_->query_reports.size() < rows * static_cast<std::size_t>(query_heads)) {
+    impl_->query_reports.resize(rows * static_cast<std::size_t>(query_heads));
+    impl_->kv_reports.resize(rows * static_cast<std::size_t>(kv_heads));
+  }
+  impl_->sequences.emplace(id.value, Impl::Sequence{});
+  try {
+    impl_->backend->create(id, draw);
+  } catch (...) {
+    impl_->sequences.erase(id.value);
+    throw;
+  }
+  ++impl_->next_sequence;
+  return id;
+}
+
+void KvCacheManager::erase(SequenceId sequence) {
+  impl_->find(sequence);
+  impl_->backend->release(sequence);
+  impl_->sequences.erase(sequence.value);
+}
+
+std::int64_t KvCacheManager::tokens(SequenceId sequence, std::int64_t layer) const {
+  impl_->find(sequence);
+  impl_->layer(layer);
+  return impl_->backend->tokens(sequence, layer);
+}
+
+std::int64_t KvCacheManager::compressed_tokens(SequenceId sequence, std::int64_t layer) const {
+  impl_->find(sequence);
+  impl_->layer(layer);
+  return impl_->backend->compressed_tokens(sequence, layer);
+}
+
+void KvCacheManager::append(SequenceId sequence, std::int64_t layer_index, const TensorView& keys,
+                            const TensorView& values) {
+  impl_->find(sequence);
+  const LayerConfig& layer = impl_->layer(layer_index);
+  check_rows("keys", keys, layer.kv_heads, layer.key_dim);
+  check_rows("values", values, layer.kv_heads, layer.value_dim);
+  if (keys.tokens != values.tokens) {
+    invalid("{} tokens of keys but {} of values", keys.tokens, values.tokens);
+  }
+  const std::int64_t held = impl_->backend->tokens(sequence, layer_index);
+  if (keys.tokens > kMaxTokens - held) {
+    throw CapacityError(fmt::format("{} tokens would be held; a sequence has at most {}",
+                                    held + keys.tokens, kMaxTokens));
+  }
+  const CacheConfig& config = impl_->config;
+  if (config.host_bytes_limit > 0 || config.fast_bytes_limit > 0) {
+    const std::int64_t added = keys.tokens * layer.kv_heads * (layer.key_dim + layer.value_dim) *
+                               static_cast<std::int64_t>(size_bytes(config.storage));
+    const MemoryReport now = impl_->total();
+    const auto check = [added](const char* tier, std::int64_t used, std::int64_t limit) {
+      if (limit > 0 && used + added > limit) {
+        throw CapacityError(fmt::format("{} tier: {} bytes in use and {} more wanted, the limit is {}",
+                                        tier, used, added, limit));
+      }
+    };
+    check("host", now.host_bytes, config.host_bytes_limit);
+    check("fast", now.fast_bytes(), config.fast_bytes_limit);
+  }
+  impl_->backend->append(sequence, layer_index, keys, values);
+}
+
+void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceView> importance) {
+  impl_->find(sequence);
+  const CacheConfig& config = impl_->config;
+  if (importance.size() != config.layers.size()) {
+    invalid("importance of {} layers given, the configuration has {}", importance.size(), config.layers.size());
+  }
+  for (std::size_t i = 0; i < config.layers.size(); ++i) {
+    const LayerConfig& layer = config.layers[i];
+    if (!impl_->compressible(layer)) continue;
+    const std::int64_t index = static_cast<std::int64_t>(i);
+    const std::int64_t open = impl_->backend->tokens(sequence, index) -
+                              impl_->backend->compressed_tokens(sequence, index);
+    const ImportanceView& view = importance[i];
+    if (view.heads != layer.kv_heads || view.tokens != open) {
+      invalid("layer {}: importance of {} heads and {} tokens given; {} heads and {} tokens that are not yet "
+              "compressed are expected",
+              i, view.heads, view.tokens, layer.kv_heads, open);
+    }
+    if (open > 0 && view.data == nullptr) invalid("layer {}: null importance for {} tokens", i, open);
+    for (std::int64_t h = 0; h < view.heads; ++h) {
+      const std::span<const float> scores(view.data + h * view.head_stride, static_cast<std::size_t>(open));
+      const std::int64_t bad = first_invalid_importance(scores);
+      if (bad >= 0) {
+        invalid("layer {}, head {}, token {}: importance {}; scores must be finite and not negative", i, h, bad,
+                scores[static_cast<std::size_t>(bad)]);
+      }
+    }
+  }
+  impl_->backend->compress(sequence, importance);
+}
+
+void KvCacheManager::redraw(SequenceId sequence, std::uint64_t draw) {
+  impl_->find(sequence);
+  impl_->backend->redraw(sequence, draw);
+}
+
+void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) {
+  const LayerConfig& layer = impl_->layer(layer_index);
+  const std::int64_t rows = static_cast<std::int64_t>(batch.sequences.size());
+  check_rows("queries", batch.queries, layer.query_heads, layer.key_dim);
+  if (batch.queries.tokens != rows) {
+    invalid("queries of {} rows for {} sequences", batch.queries.tokens, rows);
+  }
+  if (rows > 0 && batch.output == nullptr) invalid("null output for {} rows", rows);
+  const std::size_t query_count = static_cast<std::size_t>(rows * layer.query_heads);
+  const std::size_t kv_count = static_cast<std::size_t>(rows * layer.kv_heads);
+  if (!batch.query_reports.empty() && batch.query_reports.size() != query_count) {
+    invalid("{} query head reports for {} rows of {} heads", batch.query_reports.size(), rows, layer.query_heads);
+  }
+  if (!batch.kv_reports.empty() && batch.kv_reports.size() != kv_count) {
+    invalid("{} KV head reports for {} rows of {} heads", batch.kv_reports.size(), rows, layer.kv_heads);
+  }
+  ++impl_->batch_count;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const SequenceId id = batch.sequences[static_cast<std::size_t>(row)];
+    if (id == kNoSequence) continue;
+    Impl::Sequence& sequence = impl_->find(id);
+    if (sequence.last_batch == impl_->batch_count) invalid("sequence {} appears twice in one batch", id.value);
+    sequence.last_batch = impl_->batch_count;
+    TensorView one = batch.queries;
+    one.data = batch.queries.row(row, 0);
+    one.tokens = 1;
+    const Place place = first_not_finite(one);
+    if (place.token >= 0) {
+      invalid("query of row {}, head {}, coordinate {} is not finite", row, place.head, place.coordinate);
+    }
+  }
+
+  // Padding rows may make the batch larger than the number of sequences; only then is there something to grow.
+  if (batch.query_reports.empty() && impl_->query_reports.size() < query_count) {
+    impl_->query_reports.resize(query_count);
+  }
+  if (batch.kv_reports.empty() && impl_->kv_reports.size() < kv_count) impl_->kv_reports.resize(kv_count);
+  const std::span<QueryHeadReport> query_reports =
+      batch.query_reports.empty() ? std::span(impl_->query_reports).first(query_count) : batch.query_reports;
+  const std::span<KvHeadReport> kv_reports =
+      batch.kv_reports.empty() ? std::span(impl_->kv_reports).first(kv_count) : batch.kv_reports;
+  impl_->backend->attend(layer_index, batch, query_reports, kv_reports);
+
+  LayerStatistics& statistics = impl_->statistics[static_cast<std::size_t>(layer_index)];
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const SequenceId id = batch.sequences[static_cast<std::size_t>(row)];
+    if (id == kNoSequence) continue;
+    ++statistics.steps;
+    const std::int64_t held = impl_->backend->tokens(id, layer_index);
+    for (std::int64_t h = 0; h < layer.query_heads; ++h) {
+      const QueryHeadReport& report = query_reports[static_cast<std::size_t>(row * layer.query_heads + h)];
+      ++statistics.decisions;
+      statistics.certified += report.certified;
+      statistics.fetching += report.planned_tokens > 0;
+      statistics.planned_tokens += report.planned_tokens;
+    }
+    for (std::int64_t h = 0; h < layer.kv_heads; ++h) {
+      const KvHeadReport& report = kv_reports[static_cast<std::size_t>(row * layer.kv_heads + h)];
+      statistics.fetched_tokens += report.fetched_tokens;
+      statistics.moved_tokens += report.moved_tokens;
+      statistics.moved_bytes += report.moved_bytes;
+      statistics.resident_tokens += report.resident_tokens;
+      statistics.cached_tokens += held;
+    }
+  }
+}
+
+MemoryReport KvCacheManager::memory() const { return impl_->total(); }
+
+MemoryReport KvCacheManager::memory(SequenceId sequence) const {
+  impl_->find(sequence);
+  return impl_->backend->memory(sequence);
+}
+
+LayerStatistics KvCacheManager::statistics(std::int64_t layer) const {
+  impl_->layer(layer);
+  return impl_->statistics[static_cast<std::size_t>(layer)];
+}
+
+void KvCacheManager::reset_statistics() {
+  std::fill(impl_->statistics.begin(), impl_->statistics.end(), LayerStatistics{});
+}
+
+}  // namespace verkv

@@ -1,0 +1,76 @@
+#include "thread_pool.hpp"
+
+#include <algorithm>
+
+namespace verkv {
+
+ThreadPool::ThreadPool(int threads) {
+  const int wanted =
+      threads > 0 ? threads : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  threads_.reserve(static_cast<std::size_t>(wanted - 1));
+  for (int worker = 1; worker < wanted; ++worker) {
+    threads_.emplace_back([this, worker] { loop(worker); });
+  }
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  start_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void ThreadPool::run_erased(std::int64_t count, Function function, const void* context) {
+  if (count <= 1 || threads_.empty()) {
+    for (std::int64_t index = 0; index < count; ++index) function(context, 0, index);
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    function_ = function;
+    context_ = context;
+    count_ = count;
+    next_ = 0;
+    busy_ = static_cast<int>(threads_.size());
+    ++generation_;
+  }
+  start_.notify_all();
+  work(0);
+  std::unique_lock lock(mutex_);
+  done_.wait(lock, [this] { return busy_ == 0; });
+}
+
+void ThreadPool::work(int worker) {
+  for (;;) {
+    std::int64_t index = 0;
+    {
+      // A task is a whole (row, KV head), tens of microseconds at least: a lock a task is cheap enough.
+      const std::lock_guard lock(mutex_);
+      if (next_ >= count_) return;
+      index = next_++;
+    }
+    function_(context_, worker, index);
+  }
+}
+
+void ThreadPool::loop(int worker) {
+  std::uint64_t seen = 0;
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      start_.wait(lock, [&] { return stop_ || generation_ != seen; });
+      if (stop_) return;
+      seen = generation_;
+    }
+    work(worker);
+    {
+      const std::lock_guard lock(mutex_);
+      --busy_;
+    }
+    done_.notify_one();
+  }
+}
+
+}  // namespace verkv
