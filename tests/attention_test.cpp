@@ -1,0 +1,329 @@
+#include <verkv/attention.hpp>
+
+#include <Eigen/Dense>
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include <verkv/sample.hpp>
+#include <verkv/shrinkage.hpp>
+
+#include "catch.hpp"
+#include "reference/reference.hpp"
+#include "reference/statistics.hpp"
+
+namespace {
+
+using verkv::reference::Attention;
+using verkv::reference::Random;
+using Vector = std::vector<double>;
+
+constexpr float kInfinityF = std::numeric_limits<float>::infinity();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// ---- weight_exp
+// --------------------------------------------------------------------------------------
+
+double exp_error(float x) {
+  return std::fabs(static_cast<double>(verkv::weight_exp(x)) / std::exp(static_cast<double>(x)) -
+                   1);
+}
+
+// 2^-24 for the last rounding, about as much for rounding y, the polynomial's own 1e-8, and the
+// reduced argument's error: together below 2e-7.
+TEST_CASE("weight_exp: relative error below 2e-7 on [-87, 60]") {
+  double worst = 0;
+  for (float x = -87; x <= 60; x += 0.000103f) worst = std::max(worst, exp_error(x));
+  // Every 4001st of all binary32 numbers of the range, so small arguments too.
+  for (std::uint32_t bits = 0; bits <= std::bit_cast<std::uint32_t>(60.0f); bits += 4001) {
+    worst = std::max(worst, exp_error(std::bit_cast<float>(bits)));
+  }
+  for (std::uint32_t bits = 0; bits <= std::bit_cast<std::uint32_t>(87.0f); bits += 4001) {
+    worst = std::max(worst, exp_error(-std::bit_cast<float>(bits)));
+  }
+  // Around the borders of the reduction, (k + 1/2) log 2.
+  for (int k = -125; k <= 86; ++k) {
+    float x = static_cast<float>((k + 0.5) * std::log(2.0));
+    for (int i = 0; i < 8; ++i) x = std::nextafter(x, -kInfinityF);
+    for (int i = 0; i < 16; ++i, x = std::nextafter(x, kInfinityF)) {
+      if (x >= -87 && x <= 60) worst = std::max(worst, exp_error(x));
+    }
+  }
+  CHECK(worst < 2e-7);
+}
+
+TEST_CASE("weight_exp: exact at 0, cut off outside, NaN kept") {
+  CHECK(verkv::weight_exp(0.0f) == 1.0f);
+  CHECK(verkv::weight_exp(-0.0f) == 1.0f);
+  CHECK(verkv::weight_exp(-87.0f) > 0.0f);
+  CHECK(std::isnormal(verkv::weight_exp(-87.0f)));
+  CHECK(verkv::weight_exp(std::nextafter(-87.0f, -100.0f)) == 0.0f);
+  CHECK(verkv::weight_exp(-1e30f) == 0.0f);
+  CHECK(verkv::weight_exp(-kInfinityF) == 0.0f);
+  CHECK(std::isfinite(verkv::weight_exp(60.0f)));
+  CHECK(verkv::weight_exp(61.0f) == verkv::weight_exp(60.0f));
+  CHECK(verkv::weight_exp(kInfinityF) == verkv::weight_exp(60.0f));
+  CHECK(std::isnan(verkv::weight_exp(std::numeric_limits<float>::quiet_NaN())));
+}
+
+TEST_CASE("weight_exp never falls by more than its rounding") {
+  float before = 0;
+  int falls = 0;
+  for (float x = -87; x <= 60; x += 0.0013f) {
+    const float now = verkv::weight_exp(x);
+    falls += now < before;
+    before = now;
+  }
+  CHECK(falls == 0);
+}
+
+TEST_CASE("soft cap") {
+  CHECK(verkv::soft_capped(3.5, 0.0) == 3.5);
+  CHECK_THAT(verkv::soft_capped(3.5, 30.0), Catch::WithinRel(30 * std::tanh(3.5 / 30), 1e-15));
+  CHECK(verkv::soft_capped(1e9, 30.0) == 30.0);
+  CHECK(verkv::soft_capped(-1e9f, 30.0f) == -30.0f);
+  CHECK(std::isnan(verkv::soft_capped(std::numeric_limits<double>::quiet_NaN(), 30.0)));
+}
+
+// ---- Dense attention
+// ----------------------------------------------------------------------------------
+
+struct Problem {
+  Vector query;
+  std::vector<Vector> key;
+  std::vector<Vector> value;
+  double scale = 1;
+  double soft_cap = 0;
+};
+
+Problem random_problem(Random& random, std::size_t n, std::size_t dim, std::size_t value_dim) {
+  Problem p;
+  p.scale = random.uniform(0.01, 2);
+  p.soft_cap = random.below(2) == 0 ? 0.0 : random.uniform(1, 50);
+  const double size = std::exp(2 * random.normal());
+  for (std::size_t j = 0; j < dim; ++j) p.query.push_back(size * random.normal());
+  for (std::size_t i = 0; i < n; ++i) {
+    p.key.emplace_back();
+    p.value.emplace_back();
+    for (std::size_t j = 0; j < dim; ++j) p.key[i].push_back(random.normal());
+    for (std::size_t j = 0; j < value_dim; ++j) p.value[i].push_back(random.normal());
+  }
+  return p;
+}
+
+// Tokens [begin, end) of a problem by the function under test.
+Attention attend(const Problem& p, std::size_t begin, std::size_t end, std::size_t value_dim) {
+  Attention result;
+  result.output.assign(value_dim, -7.0);  // has to be overwritten
+  Vector scratch(end - begin);
+  const auto at = [begin](const std::vector<Vector>& rows) {
+    return [&rows, begin](std::int64_t i, std::int64_t j) {
+      return rows[begin + static_cast<std::size_t>(i)][static_cast<std::size_t>(j)];
+    };
+  };
+  result.log_sum =
+      verkv::dense_attention(static_cast<std::int64_t>(end - begin), p.query, p.scale, p.soft_cap,
+                             at(p.key), at(p.value), scratch, result.output);
+  return result;
+}
+
+bool near(const Attention& a, const Attention& b, double tolerance) {
+  bool same = std::fabs(a.log_sum - b.log_sum) <= tolerance * (1 + std::fabs(b.log_sum)) &&
+              a.output.size() == b.output.size();
+  for (std::size_t i = 0; same && i < a.output.size(); ++i) {
+    same = std::fabs(a.output[i] - b.output[i]) <= tolerance * (1 + std::fabs(b.output[i]));
+  }
+  return same;
+}
+
+TEST_CASE("dense attention against matrix products and against the reference") {
+  Random random(81);
+  for (int trial = 0; trial < 200; ++trial) {
+    const std::size_t n = 1 + random.below(100);
+    const std::size_t dim = 1 + random.below(70);
+    const std::size_t value_dim = 1 + random.below(70);
+    const Problem p = random_problem(random, n, dim, value_dim);
+
+    Eigen::MatrixXd key(n, dim);
+    Eigen::MatrixXd value(n, value_dim);
+    for (std::size_t i = 0; i < n; ++i) {
+      key.row(static_cast<Eigen::Index>(i)) =
+          Eigen::Map<const Eigen::RowVectorXd>(p.key[i].data(), static_cast<Eigen::Index>(dim));
+      value.row(static_cast<Eigen::Index>(i)) = Eigen::Map<const Eigen::RowVectorXd>(
+          p.value[i].data(), static_cast<Eigen::Index>(value_dim));
+    }
+    const Eigen::Map<const Eigen::VectorXd> query(p.query.data(), static_cast<Eigen::Index>(dim));
+    Eigen::ArrayXd logit = p.scale * (key * query).array();
+    if (p.soft_cap > 0) logit = p.soft_cap * (logit / p.soft_cap).tanh();
+    const double top = logit.maxCoeff();
+    const Eigen::VectorXd weight = (logit - top).exp();
+    const Eigen::VectorXd output = value.transpose() * weight / weight.sum();
+    Attention expected;
+    expected.output.assign(output.data(), output.data() + output.size());
+    expected.log_sum = top + std::log(weight.sum());
+
+    const Attention actual = attend(p, 0, n, value_dim);
+    INFO("trial " << trial << ", n " << n << ", dim " << dim);
+    // Logits up to some hundreds, rounded at 1e-16 each of up to 70 terms.
+    REQUIRE(near(actual, expected, 1e-11));
+    REQUIRE(near(actual, verkv::reference::attention(p.query, p.key, p.value, p.scale, p.soft_cap),
+                 1e-11));
+  }
+}
+
+TEST_CASE("dense attention: no token, one token, equal logits, logits beyond exp") {
+  Random random(82);
+  Problem p = random_problem(random, 5, 8, 3);
+  const Attention none = attend(p, 0, 0, 3);
+  CHECK(none.log_sum == -kInfinity);
+  CHECK(none.output == Vector(3, 0.0));
+  const Attention one = attend(p, 2, 3, 3);
+  CHECK(one.output == p.value[2]);
+
+  std::fill(p.query.begin(), p.query.end(), 0.0);
+  const Attention equal = attend(p, 0, 5, 3);
+  CHECK_THAT(equal.log_sum, Catch::WithinRel(std::log(5.0), 1e-15));
+
+  p.soft_cap = 0;
+  p.scale = 1;
+  p.query.assign(8, 0.0);
+  p.query[0] = 1;
+  for (std::size_t i = 0; i < 5; ++i) p.key[i][0] = 4000 + static_cast<double>(i);
+  const Attention far = attend(p, 0, 5, 3);
+  Problem shifted = p;
+  for (Vector& k : shifted.key) k[0] -= 4000;
+  const Attention home = attend(shifted, 0, 5, 3);
+  CHECK_THAT(far.log_sum, Catch::WithinRel(home.log_sum + 4000, 1e-15));
+  for (std::size_t j = 0; j < 3; ++j) {
+    CHECK_THAT(far.output[j], Catch::WithinAbs(home.output[j], 1e-14));
+  }
+}
+
+TEST_CASE("dense attention: a logit that is not a number is not hidden") {
+  Random random(83);
+  Problem p = random_problem(random, 4, 8, 2);
+  p.key[1][3] = std::numeric_limits<double>::quiet_NaN();
+  const Attention bad = attend(p, 0, 4, 2);
+  CHECK(std::isnan(bad.log_sum));
+  CHECK(std::isnan(bad.output[0]));
+}
+
+// ---- Merge
+// --------------------------------------------------------------------------------------------
+
+template <class T>
+void merge(std::vector<T>& output, T& log_sum, const std::vector<T>& other, T other_log_sum) {
+  verkv::merge_attention<T>(output, log_sum, other, other_log_sum);
+}
+
+Attention merged(Attention a, const Attention& b) {
+  merge(a.output, a.log_sum, b.output, b.log_sum);
+  return a;
+}
+
+TEST_CASE("merging parts equals dense attention over their union, however it is cut") {
+  Random random(84);
+  for (int trial = 0; trial < 200; ++trial) {
+    const std::size_t n = 3 + random.below(60);
+    const Problem p = random_problem(random, n, 16, 5);
+    const std::size_t first = random.below(n + 1);
+    const std::size_t second = first + random.below(n - first + 1);
+    const Attention a = attend(p, 0, first, 5);
+    const Attention b = attend(p, first, second, 5);
+    const Attention c = attend(p, second, n, 5);
+    const Attention whole = attend(p, 0, n, 5);
+    INFO("trial " << trial << ", parts " << first << ", " << second - first << ", " << n - second);
+    REQUIRE(near(merged(merged(a, b), c), whole, 1e-12));
+    REQUIRE(near(merged(a, merged(b, c)), whole, 1e-12));  // associative
+    REQUIRE(near(merged(merged(c, a), b), whole, 1e-12));
+    const Attention ab = merged(a, b);  // commutative, to the last bit
+    const Attention ba = merged(b, a);
+    REQUIRE(ab.log_sum == ba.log_sum);
+    REQUIRE(ab.output == ba.output);
+  }
+}
+
+TEST_CASE("the empty part is neutral, on either side and with itself") {
+  const Attention empty{{0, 0}, -kInfinity};
+  const Attention some{{1.5, -2}, 3.25};
+  for (const Attention& both : {merged(empty, some), merged(some, empty)}) {
+    CHECK(both.output == some.output);
+    CHECK(both.log_sum == some.log_sum);
+  }
+  const Attention nothing = merged(empty, empty);
+  CHECK(nothing.log_sum == -kInfinity);
+  CHECK(nothing.output == Vector{0, 0});
+  // The output of an empty part is never read.
+  const Attention junk{{std::numeric_limits<double>::quiet_NaN(), kInfinity}, -kInfinity};
+  CHECK(merged(junk, some).output == some.output);
+  CHECK(merged(some, junk).output == some.output);
+}
+
+TEST_CASE("merge: far apart, beyond exp, not a number, binary32") {
+  const Attention low{{5}, -1000};
+  const Attention high{{2}, 1000};
+  CHECK(merged(low, high).output == Vector{2});
+  CHECK(merged(low, high).log_sum == 1000);
+  const Attention same = merged({{1}, 5000}, {{3}, 5000});
+  CHECK(same.output == Vector{2});
+  CHECK_THAT(same.log_sum, Catch::WithinRel(5000 + std::log(2.0), 1e-15));
+  CHECK(std::isnan(merged({{1}, std::numeric_limits<double>::quiet_NaN()}, high).log_sum));
+  CHECK(std::isnan(merged(high, {{1}, std::numeric_limits<double>::quiet_NaN()}).log_sum));
+
+  std::vector<float> output = {1};
+  float log_sum = 1;
+  merge<float>(output, log_sum, {2}, 2);
+  const double share = 1 / (1 + std::exp(1.0));
+  CHECK_THAT(static_cast<double>(output[0]), Catch::WithinRel(share + 2 * (1 - share), 1e-6));
+  CHECK_THAT(static_cast<double>(log_sum), Catch::WithinRel(2 + std::log1p(std::exp(-1.0)), 1e-6));
+}
+
+// ---- The estimate of the output
+// ------------------------------------------------------------------------
+
+// With a_i the coefficient of a token of L (0 where it was not drawn),
+//   o_hat - o = (1 / D_hat) sum over L of (a_i - 1) w_i (v_i - o)
+// ties the output's error to the same summands that the certificate bounds.
+TEST_CASE("the error of the output is the weighted sum of the low tokens' deviations") {
+  Random random(85);
+  for (int trial = 0; trial < 100; ++trial) {
+    const std::size_t n = 2 + random.below(60);
+    const std::size_t high = 1 + random.below(n - 1);  // tokens below are resident
+    Vector logit;
+    Vector value;
+    for (std::size_t i = 0; i < n; ++i) {
+      logit.push_back(2 * random.normal());
+      value.push_back(random.normal());
+    }
+    const auto s = verkv::reference::weights(logit);
+    Vector w(s.w.begin() + static_cast<std::ptrdiff_t>(high), s.w.end());
+    Vector rho;
+    for (std::size_t i = 0; i < w.size(); ++i) rho.push_back(std::exp(random.normal()));
+    const double beta = verkv::shrinkage_beta<double, double>(w, rho);
+    double numerator = 0;
+    double denominator = 0;
+    double dense = 0;
+    Vector coefficient(n, 1.0);
+    for (std::size_t i = 0; i < n; ++i) {
+      if (i >= high) {
+        const double odds = rho[i - high];
+        const bool z = random.uniform() < verkv::probability_from_odds(odds);
+        coefficient[i] = z ? verkv::drawn_coefficient(s.w[i], s.w[i], odds, beta, kInfinity) : 0.0;
+      }
+      numerator += coefficient[i] * s.w[i] * value[i];
+      denominator += coefficient[i] * s.w[i];
+      dense += s.w[i] * value[i] / s.denominator;
+    }
+    double identity = 0;
+    for (std::size_t i = high; i < n; ++i) {
+      identity += (coefficient[i] - 1) * s.w[i] * (value[i] - dense) / denominator;
+    }
+    REQUIRE_THAT(numerator / denominator - dense, Catch::WithinAbs(identity, 1e-11));
+  }
+}
+
+}  // namespace

@@ -1,0 +1,901 @@
+// The inner loops of a CPU step: every vector implementation against the scalar one, bit for bit, and the
+// scalar one against plain loops in double.
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <verkv/attention.hpp>
+#include <verkv/certificate.hpp>
+#include <verkv/fetch_plan.hpp>
+#include <verkv/inclusion.hpp>
+#include <verkv/sketch.hpp>
+#include <verkv/types.hpp>
+
+#include "catch.hpp"
+#include "cpu/kernels.hpp"
+
+namespace {
+
+using verkv::BFloat16;
+using verkv::DType;
+using verkv::Half;
+using verkv::Positive16;
+using verkv::cpu::HeadConstants;
+using verkv::cpu::Kernels;
+using verkv::cpu::PlanArrays;
+using verkv::cpu::PlanBase;
+using verkv::cpu::Rows;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+// Half a unit in the last place of 1.
+constexpr double kRound = 0.5 * static_cast<double>(std::numeric_limits<float>::epsilon());
+
+const std::vector<std::int64_t> kCounts = {0,  1,  2,  15,  16,  17,  31,   63,
+                                           64, 65, 511, 512, 513, 1025, 5000};
+const std::vector<int> kDims = {1, 4, 7, 16, 64, 80, 96, 100, 112, 128, 256};
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+std::int64_t whole_groups(std::int64_t n) { return (n + 15) / 16 * 16; }
+
+// ---- Comparison -------------------------------------------------------------------------------------
+
+// Every NaN counts as the same: which of two payloads survives an operation is up to the compiler.
+std::uint32_t bits(float x) {
+  return std::isnan(x) ? 0x7fc00000u : std::bit_cast<std::uint32_t>(x);
+}
+std::uint64_t bits(double x) {
+  return std::isnan(x) ? 0x7ff8000000000000u : std::bit_cast<std::uint64_t>(x);
+}
+template <class T>
+bool same(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return bits(a) == bits(b);
+  } else {
+    return a == b;
+  }
+}
+
+template <class T>
+void check_same(const char* what, const std::vector<T>& expected, const std::vector<T>& actual) {
+  INFO(what);
+  REQUIRE(expected.size() == actual.size());
+  std::size_t at = 0;
+  while (at < expected.size() && same(expected[at], actual[at])) ++at;
+  if (at == expected.size()) {
+    SUCCEED();
+  } else {
+    INFO("element " << at << " of " << expected.size() << ": " << actual[at] << ", expected "
+                    << expected[at]);
+    CHECK(false);
+  }
+}
+
+// ---- Data -------------------------------------------------------------------------------------------
+
+class Random {
+ public:
+  explicit Random(std::uint32_t seed) : engine_(seed) {}
+  double uniform() { return static_cast<double>(engine_()) / 4294967296.0; }
+  double uniform(double low, double high) { return low + (high - low) * uniform(); }
+  std::uint32_t below(std::uint32_t n) { return static_cast<std::uint32_t>(engine_() % n); }
+  bool one_in(std::uint32_t n) { return below(n) == 0; }
+
+ private:
+  std::mt19937 engine_;
+};
+
+// Odds of all kinds: never drawn, always resident, drawn; rarely extreme.
+std::vector<Positive16> random_odds(Random& random, std::int64_t count) {
+  std::vector<Positive16> odds(size(whole_groups(count)), Positive16{0xffff});
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint32_t kind = random.below(16);
+    Positive16& rho = odds[size(i)];
+    if (kind == 0) {
+      rho = Positive16{0};
+    } else if (kind == 1) {
+      rho = verkv::kPositive16Infinity;
+    } else if (kind == 2) {
+      rho = verkv::to_positive16(65536.0f);
+    } else if (kind == 3) {
+      rho = Positive16{static_cast<std::uint16_t>(random.below(0x100))};  // denormal
+    } else {
+      rho = verkv::stored_odds(random.uniform() * random.uniform());
+    }
+  }
+  return odds;
+}
+
+// Weights as the step has them: 0 where the odds are infinite; elsewhere exp of something, 0, denormal or NaN.
+std::vector<float> random_weights(Random& random, const std::vector<Positive16>& odds, std::int64_t count,
+                                  int heads, std::int64_t stride, bool with_nan) {
+  std::vector<float> w(size(heads * stride), -1.0f);
+  for (int h = 0; h < heads; ++h) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      float& x = w[size(h * stride + i)];
+      const std::uint32_t kind = random.below(32);
+      if (odds[size(i)].bits >= verkv::kPositive16Infinity.bits || kind == 0) {
+        x = 0;
+      } else if (kind == 1) {
+        x = 1e-40f;
+      } else if (kind == 2 && with_nan) {
+        x = kNaN;
+      } else if (kind == 3) {
+        x = static_cast<float>(std::exp(random.uniform(-87, 60)));
+      } else if (kind == 4) {
+        x = verkv::to_float(odds[size(i)]) * 0.5f;  // on the edge for beta = 0.5
+      } else {
+        x = static_cast<float>(std::exp(random.uniform(-12, 1)));
+      }
+    }
+  }
+  return w;
+}
+
+std::vector<float> random_betas(Random& random, int heads) {
+  std::vector<float> beta(size(heads));
+  for (float& x : beta) {
+    switch (random.below(8)) {
+      case 0: x = 0; break;
+      case 1: x = kInfinity; break;
+      case 2: x = 0.5f; break;
+      default: x = static_cast<float>(std::exp(random.uniform(-8, 2)));
+    }
+  }
+  return beta;
+}
+
+// Elements of one type, as values and as stored.
+struct RowData {
+  std::vector<float> f32;
+  std::vector<Half> f16;
+  std::vector<BFloat16> bf16;
+  Rows rows;
+
+  float at(std::int64_t row, int j) const {
+    const std::size_t k = size(row * rows.stride + j);
+    switch (rows.type) {
+      case DType::f32: return f32[k];
+      case DType::f16: return verkv::to_float(f16[k]);
+      case DType::bf16: return verkv::to_float(bf16[k]);
+    }
+    return 0;
+  }
+};
+
+// The storage ends with the last row, so that a read past a row's end is one past the storage.
+RowData random_rows(Random& random, DType type, std::int64_t count, int dim, std::int64_t stride) {
+  RowData data;
+  const std::int64_t elements = count == 0 ? 0 : (count - 1) * stride + dim;
+  for (std::int64_t i = 0; i < elements; ++i) {
+    const std::uint32_t kind = random.below(64);
+    float x = static_cast<float>(random.uniform(-3, 3));
+    if (kind == 0) x = 0;
+    if (kind == 1) x = -0.0f;
+    if (kind == 2) x = 3e-6f;  // subnormal in binary16
+    if (kind == 3) x = 6.0e4f;
+    switch (type) {
+      case DType::f32: data.f32.push_back(x); break;
+      case DType::f16: data.f16.push_back(verkv::to_half(x)); break;
+      case DType::bf16: data.bf16.push_back(verkv::to_bfloat16(x)); break;
+    }
+  }
+  data.rows.type = type;
+  data.rows.stride = stride;
+  data.rows.dim = dim;
+  switch (type) {
+    case DType::f32: data.rows.data = data.f32.data(); break;
+    case DType::f16: data.rows.data = data.f16.data(); break;
+    case DType::bf16: data.rows.data = data.bf16.data(); break;
+  }
+  return data;
+}
+
+// ---- Dispatch ---------------------------------------------------------------------------------------
+
+TEST_CASE("the vector kernels are those of this machine", "[kernels]") {
+  const std::vector<const Kernels*> all = verkv::cpu::all_vector_kernels();
+  std::set<std::string> names;
+  for (const Kernels* kernels : all) names.insert(kernels->name);
+  INFO("best: " << verkv::cpu::vector_kernels().name);
+  CHECK(names.size() == all.size());
+  CHECK(names.count("scalar") == 0);
+  if (all.empty()) {
+    CHECK(&verkv::cpu::vector_kernels() == &verkv::cpu::scalar_kernels());
+  } else {
+    CHECK(&verkv::cpu::vector_kernels() == all.front());
+  }
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    CHECK(names.count("AVX2") == 1);
+    CHECK(std::string(verkv::cpu::vector_kernels().name) != "scalar");
+  }
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
+    CHECK(names.count("AVX3") == 1);
+    CHECK(std::string(verkv::cpu::vector_kernels().name) != "AVX2");
+  }
+#endif
+}
+
+// ---- Vector against scalar --------------------------------------------------------------------------
+
+void check_rows(DType type, std::int64_t count, int dim, int heads, bool indexed) {
+  INFO("type " << verkv::name(type) << ", count " << count << ", dim " << dim << ", heads " << heads
+               << ", indexed " << indexed);
+  Random random(static_cast<std::uint32_t>(count * 131 + dim * 7 + heads));
+  const std::int64_t stored = indexed ? 2 * count + 3 : count;
+  const RowData data = random_rows(random, type, stored, dim, dim + static_cast<int>(random.below(3)));
+  std::vector<std::uint32_t> index(size(count));
+  for (std::uint32_t& i : index) i = random.below(static_cast<std::uint32_t>(stored));
+  const std::uint32_t* list = indexed ? index.data() : nullptr;
+
+  const std::int64_t q_stride = whole_groups(dim);
+  std::vector<float> q(size(heads * q_stride), 0.0f);
+  for (int h = 0; h < heads; ++h) {
+    for (int j = 0; j < dim; ++j) q[size(h * q_stride + j)] = static_cast<float>(random.uniform(-2, 2));
+  }
+  const std::int64_t stride = count + 5;
+  std::vector<float> c(size(heads * stride));
+  for (float& x : c) x = random.one_in(8) ? 0.0f : static_cast<float>(random.uniform(-1, 1));
+
+  const std::vector<float> start_dots(size(heads * stride), 7.0f);
+  const std::int64_t out_stride = dim + 3;
+  std::vector<float> start_sums(size(heads * out_stride));
+  for (float& x : start_sums) x = static_cast<float>(random.uniform(-1, 1));
+
+  const auto run = [&](const Kernels& kernels, std::vector<float>& dots, std::vector<float>& sums) {
+    dots = start_dots;
+    sums = start_sums;
+    kernels.dot_rows(data.rows, list, count, q.data(), heads, q_stride, dots.data(), stride);
+    kernels.weighted_rows(data.rows, list, count, c.data(), heads, stride, sums.data(), out_stride);
+  };
+  std::vector<float> expected_dots, expected_sums;
+  run(verkv::cpu::scalar_kernels(), expected_dots, expected_sums);
+  for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+    INFO(kernels->name);
+    std::vector<float> dots, sums;
+    run(*kernels, dots, sums);
+    check_same("dot_rows", expected_dots, dots);
+    check_same("weighted_rows", expected_sums, sums);
+  }
+}
+
+TEST_CASE("rows: vectors give the bits of the scalar kernels", "[kernels]") {
+  const std::vector<DType> types = {DType::f32, DType::f16, DType::bf16};
+  SECTION("every dim, type and number of heads") {
+    for (const int dim : kDims) {
+      for (const DType type : types) {
+        for (int heads = 1; heads <= verkv::cpu::kMaxHeads; ++heads) {
+          check_rows(type, 37, dim, heads, heads % 2 == 0);
+        }
+      }
+    }
+  }
+  SECTION("every count") {
+    for (const std::int64_t count : kCounts) {
+      for (const int heads : {1, 3, 4}) {
+        check_rows(DType::f16, count, 64, heads, false);
+        check_rows(DType::f16, count, 36, heads, true);
+      }
+    }
+  }
+  SECTION("tiny products keep the sign of a zero sum") {
+    const std::vector<float> row(21, 1e-30f);
+    const std::vector<float> q(32, -1e-30f);
+    const Rows rows{row.data(), DType::f32, 21, 21};
+    float expected = 0;
+    verkv::cpu::scalar_kernels().dot_rows(rows, nullptr, 1, q.data(), 1, 32, &expected, 1);
+    REQUIRE(bits(expected) == 0x80000000u);
+    for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+      INFO(kernels->name);
+      float actual = 0;
+      kernels->dot_rows(rows, nullptr, 1, q.data(), 1, 32, &actual, 1);
+      CHECK(bits(actual) == bits(expected));
+    }
+  }
+  SECTION("NaN and infinity pass through") {
+    std::vector<Half> row(32, Half{0x3c00});
+    row[5] = Half{0x7e00};
+    row[16 + 9] = Half{0x7c00};
+    const Rows rows{row.data(), DType::f16, 16, 16};
+    const std::vector<float> q(16, 1.0f);
+    const std::vector<float> c(2, 1.0f);
+    for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+      INFO(kernels->name);
+      float dots[2] = {};
+      kernels->dot_rows(rows, nullptr, 2, q.data(), 1, 16, dots, 2);
+      CHECK(std::isnan(dots[0]));
+      CHECK(dots[1] == kInfinity);
+      std::vector<float> sums(16, 0.0f);
+      kernels->weighted_rows(rows, nullptr, 2, c.data(), 1, 2, sums.data(), 16);
+      for (int j = 0; j < 16; ++j) {
+        CHECK(std::isnan(sums[size(j)]) == (j == 5));
+        CHECK((sums[size(j)] == kInfinity) == (j == 9));
+      }
+    }
+  }
+}
+
+// One call of sketch_logits and its inputs.
+struct SketchCase {
+  verkv::SketchShape shape;
+  verkv::SketchLevels levels;
+  std::vector<std::uint8_t> codes;
+  std::vector<Positive16> scale;
+  std::vector<BFloat16> offset;
+  std::vector<Positive16> odds;
+  std::int64_t count = 0;
+  int heads = 0;
+  std::int64_t q_stride = 0;
+  std::vector<std::int8_t> q;
+  std::vector<HeadConstants> constants;
+  std::int64_t out_stride = 0;
+
+  SketchCase(verkv::SketchKind kind, int code_bits, int dim, std::int64_t tokens, int query_heads,
+             bool with_nan) {
+    Random random(static_cast<std::uint32_t>(dim * 1009 + tokens * 17 + query_heads * 5 + code_bits));
+    shape = {kind, code_bits, dim};
+    levels = verkv::sketch_levels(kind, code_bits);
+    count = tokens;
+    heads = query_heads;
+    // Any byte is a code.
+    codes.resize(size(verkv::code_storage_bytes(shape, count)));
+    for (std::uint8_t& x : codes) x = static_cast<std::uint8_t>(random.below(256));
+    odds = random_odds(random, count);
+    scale.resize(odds.size(), Positive16{0xffff});
+    offset.resize(odds.size(), BFloat16{0xffff});
+    for (std::int64_t i = 0; i < count; ++i) {
+      scale[size(i)] = random.one_in(16) ? Positive16{0}
+                                         : verkv::to_positive16(static_cast<float>(random.uniform(0, 3)));
+      if (with_nan && random.one_in(8)) scale[size(i)] = verkv::to_positive16(kNaN);
+      offset[size(i)] = verkv::to_bfloat16(static_cast<float>(random.uniform(-4, 4)));
+    }
+    q_stride = shape.padded_dim() + 1;
+    q.resize(size(heads * q_stride), std::int8_t{99});
+    for (int h = 0; h < heads; ++h) {
+      HeadConstants head;
+      for (int j = 0; j < shape.padded_dim(); ++j) {
+        const int extreme = random.one_in(2) ? 127 : -127;
+        const int x = j >= dim            ? 0
+                      : random.one_in(4) ? extreme
+                                         : static_cast<int>(random.below(255)) - 127;
+        q[size(h * q_stride + j)] = static_cast<std::int8_t>(x);
+        head.query_sum += x;
+      }
+      head.factor = static_cast<float>(random.uniform(1e-4, 1e-2));
+      head.shift = static_cast<float>(random.uniform(-1, 1));
+      constants.push_back(head);
+    }
+    out_stride = whole_groups(count) + 16;
+  }
+
+  void run(const Kernels& kernels, std::vector<float>& out, std::vector<float>& largest) const {
+    out.assign(size(heads * out_stride), 7.0f);
+    largest.assign(size(heads), 7.0f);
+    kernels.sketch_logits(shape, levels, codes.data(), scale.data(),
+                          shape.kind == verkv::SketchKind::minmax ? offset.data() : nullptr, odds.data(),
+                          count, q.data(), heads, q_stride, constants.data(), out.data(), out_stride,
+                          largest.data());
+    // What lies past count is nobody's.
+    for (int h = 0; h < heads; ++h) {
+      std::fill(out.begin() + h * out_stride + count, out.begin() + (h + 1) * out_stride, 7.0f);
+    }
+  }
+};
+
+void check_sketch(verkv::SketchKind kind, int code_bits, int dim, std::int64_t count, int heads,
+                  bool with_nan) {
+  INFO((kind == verkv::SketchKind::minmax ? "minmax " : "lloyd_max ")
+       << code_bits << " bits, dim " << dim << ", count " << count << ", heads " << heads);
+  const SketchCase test(kind, code_bits, dim, count, heads, with_nan);
+  std::vector<float> expected, expected_largest;
+  test.run(verkv::cpu::scalar_kernels(), expected, expected_largest);
+  for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+    INFO(kernels->name);
+    std::vector<float> out, largest;
+    test.run(*kernels, out, largest);
+    check_same("logits", expected, out);
+    check_same("largest", expected_largest, largest);
+  }
+}
+
+TEST_CASE("sketch_logits: vectors give the bits of the scalar kernel", "[kernels]") {
+  using verkv::SketchKind;
+  const std::vector<std::pair<SketchKind, int>> kinds = {{SketchKind::lloyd_max, 2},
+                                                         {SketchKind::lloyd_max, 3},
+                                                         {SketchKind::lloyd_max, 4},
+                                                         {SketchKind::minmax, 2}};
+  SECTION("every dim and number of heads") {
+    for (const auto& [kind, code_bits] : kinds) {
+      for (const int dim : kDims) {
+        for (int heads = 1; heads <= verkv::cpu::kMaxHeads; ++heads) {
+          check_sketch(kind, code_bits, dim, 53, heads, heads == 5);
+        }
+      }
+    }
+  }
+  SECTION("every count") {
+    for (const auto& [kind, code_bits] : kinds) {
+      for (const std::int64_t count : kCounts) {
+        check_sketch(kind, code_bits, 64, count, 3, false);
+        check_sketch(kind, code_bits, 28, count, 1, true);
+      }
+    }
+  }
+  SECTION("dims past the tables of the vector kernels") {
+    check_sketch(SketchKind::lloyd_max, 2, 1024, 33, 4, false);
+    check_sketch(SketchKind::lloyd_max, 4, 1024, 33, 3, false);
+    check_sketch(SketchKind::lloyd_max, 3, 1025, 33, 2, false);
+    check_sketch(SketchKind::minmax, 2, 1100, 33, 1, false);
+  }
+  SECTION("no token with finite odds") {
+    SketchCase test(SketchKind::lloyd_max, 2, 64, 40, 2, false);
+    for (Positive16& x : test.odds) x = verkv::kPositive16Infinity;
+    for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+      INFO(kernels->name);
+      std::vector<float> out, largest;
+      test.run(*kernels, out, largest);
+      CHECK(largest == std::vector<float>(2, -kInfinity));
+    }
+  }
+  SECTION("a largest logit of 0 has no sign") {
+    SketchCase test(SketchKind::lloyd_max, 2, 16, 16, 1, false);
+    for (Positive16& x : test.odds) x = Positive16{0};
+    for (Positive16& x : test.scale) x = Positive16{0};
+    test.constants[0].shift = -0.0f;
+    std::vector<float> out, expected;
+    test.run(verkv::cpu::scalar_kernels(), out, expected);
+    CHECK(bits(expected[0]) == 0);
+    for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+      INFO(kernels->name);
+      std::vector<float> largest;
+      test.run(*kernels, out, largest);
+      CHECK(bits(largest[0]) == 0);
+    }
+  }
+}
+
+TEST_CASE("weights: vectors give the bits of the scalar kernel", "[kernels]") {
+  for (const std::int64_t count : kCounts) {
+    for (int heads = 1; heads <= verkv::cpu::kMaxHeads; ++heads) {
+      for (const bool with_nan : {false, true}) {
+        if (count > 1025 && heads > 4) continue;
+        INFO("count " << count << ", heads " << heads << ", NaN " << with_nan);
+        Random random(static_cast<std::uint32_t>(count * 8 + heads));
+        const std::vector<Positive16> odds = random_odds(random, count);
+        const std::int64_t stride = count + 3;
+        std::vector<float> start(size(heads * stride), 5.0f);
+        std::vector<float> shift(size(heads));
+        for (int h = 0; h < heads; ++h) {
+          shift[size(h)] = h == 0 ? 0.0f : static_cast<float>(random.uniform(-20, 20));
+          for (std::int64_t i = 0; i < count; ++i) {
+            float& x = start[size(h * stride + i)];
+            x = static_cast<float>(random.uniform(-40, 25));
+            switch (random.below(64)) {
+              case 0: x = -kInfinity; break;
+              case 1: x = kInfinity; break;
+              case 2: x = -87.0f; break;
+              case 3: x = std::nextafter(-87.0f, -100.0f); break;
+              case 4: x = 60.0f; break;
+              case 5: x = std::nextafter(60.0f, 100.0f); break;
+              case 6: x = static_cast<float>(random.uniform(-100, 100)); break;
+              case 7: x = with_nan ? kNaN : 0.0f; break;
+              case 8: x = with_nan ? std::bit_cast<float>(0xffc001ffu) : -0.0f; break;
+              default: break;
+            }
+          }
+        }
+        const auto run = [&](const Kernels& kernels, std::vector<float>& w, std::vector<double>& sum) {
+          w = start;
+          sum.assign(size(heads), -1.0);
+          kernels.weights(w.data(), stride, odds.data(), count, heads, shift.data(), sum.data());
+        };
+        std::vector<float> expected;
+        std::vector<double> expected_sum;
+        run(verkv::cpu::scalar_kernels(), expected, expected_sum);
+        for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+          INFO(kernels->name);
+          std::vector<float> w;
+          std::vector<double> sum;
+          run(*kernels, w, sum);
+          check_same("weights", expected, w);
+          check_same("sums", expected_sum, sum);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("weights: the vector exponential is weight_exp everywhere", "[kernels]") {
+  // A stride through all positive and negative binary32 numbers.
+  std::vector<float> x;
+  for (std::uint64_t u = 0; u < (std::uint64_t{1} << 32); u += 65521 * 4) {
+    x.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(u)));
+  }
+  for (int i = -900000; i <= 650000; i += 7) x.push_back(static_cast<float>(i) * 1e-4f);
+  const std::int64_t count = static_cast<std::int64_t>(x.size());
+  const std::vector<Positive16> odds(size(whole_groups(count)), Positive16{0});
+  std::vector<float> expected;
+  for (const float v : x) expected.push_back(verkv::weight_exp(v - 0.0f));
+  for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+    INFO(kernels->name);
+    std::vector<float> w = x;
+    const float shift = 0;
+    double sum = 0;
+    kernels->weights(w.data(), count, odds.data(), count, 1, &shift, &sum);
+    check_same("weights", expected, w);
+  }
+}
+
+TEST_CASE("sums over tokens: vectors give the bits of the scalar kernels", "[kernels]") {
+  for (const std::int64_t count : kCounts) {
+    for (int heads = 1; heads <= verkv::cpu::kMaxHeads; ++heads) {
+      for (std::uint32_t seed = 0; seed < 4; ++seed) {
+        if (count > 1025 && (heads > 4 || seed > 0)) continue;
+        INFO("count " << count << ", heads " << heads << ", seed " << seed);
+        Random random(static_cast<std::uint32_t>(count * 64 + heads * 4) + seed);
+        const std::vector<Positive16> odds = random_odds(random, count);
+        const std::int64_t stride = count + 3;
+        const std::vector<float> w = random_weights(random, odds, count, heads, stride, seed % 2 == 1);
+        const std::vector<float> beta = random_betas(random, heads);
+        std::vector<double> expected_weight(size(heads)), expected_odds(size(heads)),
+            expected_variance(size(heads));
+        std::vector<float> expected_jump(size(heads));
+        const Kernels& scalar = verkv::cpu::scalar_kernels();
+        scalar.beta_sums(w.data(), stride, odds.data(), count, heads, beta.data(), expected_weight.data(),
+                         expected_odds.data());
+        scalar.tail_sums(w.data(), stride, odds.data(), count, heads, beta.data(),
+                         expected_variance.data(), expected_jump.data());
+        for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+          INFO(kernels->name);
+          std::vector<double> weight(size(heads), -1.0), rho(size(heads), -1.0), variance(size(heads), -1.0);
+          std::vector<float> jump(size(heads), -1.0f);
+          kernels->beta_sums(w.data(), stride, odds.data(), count, heads, beta.data(), weight.data(),
+                             rho.data());
+          kernels->tail_sums(w.data(), stride, odds.data(), count, heads, beta.data(), variance.data(),
+                             jump.data());
+          check_same("weight", expected_weight, weight);
+          check_same("odds", expected_odds, rho);
+          check_same("variance", expected_variance, variance);
+          check_same("jump", expected_jump, jump);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("select_tokens: vectors choose the tokens of the scalar kernel", "[kernels]") {
+  for (const std::int64_t count : kCounts) {
+    for (int heads = 1; heads <= verkv::cpu::kMaxHeads; ++heads) {
+      for (std::uint32_t seed = 0; seed < 6; ++seed) {
+        if (count > 1025 && (heads > 4 || seed > 1)) continue;
+        INFO("count " << count << ", heads " << heads << ", seed " << seed);
+        Random random(static_cast<std::uint32_t>(count * 64 + heads * 8) + seed);
+        const std::vector<Positive16> odds = random_odds(random, count);
+        const std::int64_t stride = count + 3;
+        const std::vector<float> w = random_weights(random, odds, count, heads, stride, seed % 2 == 1);
+        const std::vector<float> beta = random_betas(random, heads);
+        std::vector<float> key_threshold(size(heads)), weight_threshold(size(heads));
+        for (int h = 0; h < heads; ++h) {
+          // From nearly all tokens to none; sometimes exactly one token's key.
+          key_threshold[size(h)] =
+              static_cast<float>(std::exp(random.uniform(-20, static_cast<double>(seed) * 4 - 10)));
+          if (count > 0 && random.one_in(3)) {
+            const std::uint32_t i = random.below(static_cast<std::uint32_t>(count));
+            key_threshold[size(h)] = verkv::fetch_key(
+                w[size(h * stride) + i], verkv::to_float(odds[i]), beta[size(h)]);
+          }
+          if (random.one_in(8)) key_threshold[size(h)] = 0;
+          weight_threshold[size(h)] =
+              random.one_in(3) ? kInfinity : static_cast<float>(std::exp(random.uniform(-6, 4)));
+        }
+        const auto run = [&](const Kernels& kernels, std::vector<std::uint32_t>& out,
+                             std::vector<std::int64_t>& planned) {
+          out.assign(size(count + 16), 0xffffffffu);
+          planned.assign(size(heads), 1000);
+          const std::int64_t found =
+              kernels.select_tokens(w.data(), stride, odds.data(), count, heads, beta.data(),
+                                    key_threshold.data(), weight_threshold.data(), out.data(),
+                                    planned.data());
+          REQUIRE(found <= count);
+          out.resize(size(found));
+        };
+        std::vector<std::uint32_t> expected;
+        std::vector<std::int64_t> expected_planned;
+        run(verkv::cpu::scalar_kernels(), expected, expected_planned);
+        for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+          INFO(kernels->name);
+          std::vector<std::uint32_t> out;
+          std::vector<std::int64_t> planned;
+          run(*kernels, out, planned);
+          check_same("tokens", expected, out);
+          check_same("planned", expected_planned, planned);
+        }
+      }
+    }
+  }
+}
+
+// A plan with its memory.
+struct Plan {
+  std::vector<float> weight, odds, key;
+  std::vector<std::uint32_t> position;
+  PlanArrays arrays;
+
+  explicit Plan(std::int64_t count)
+      : weight(size(count + 16), -1.0f),
+        odds(size(count + 16), -1.0f),
+        key(size(count + 16), -1.0f),
+        position(size(count + 16), 0xffffffffu),
+        arrays{weight.data(), odds.data(), key.data(), position.data(), 0} {}
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
+  template <class T>
+  std::vector<T> used(const std::vector<T>& from) const {
+    return {from.begin(), from.begin() + static_cast<std::ptrdiff_t>(arrays.count)};
+  }
+};
+
+void check_same_plan(const char* what, const Plan& expected, const Plan& actual) {
+  INFO(what);
+  REQUIRE(expected.arrays.count == actual.arrays.count);
+  check_same("weight", expected.used(expected.weight), actual.used(actual.weight));
+  check_same("odds", expected.used(expected.odds), actual.used(actual.odds));
+  check_same("key", expected.used(expected.key), actual.used(actual.key));
+  check_same("position", expected.used(expected.position), actual.used(actual.position));
+}
+
+TEST_CASE("the search's arrays: vectors give the bits of the scalar kernels", "[kernels]") {
+  for (const std::int64_t count : kCounts) {
+    for (std::uint32_t seed = 0; seed < 24; ++seed) {
+      if (count > 1025 && seed > 5) continue;
+      INFO("count " << count << ", seed " << seed);
+      Random random(static_cast<std::uint32_t>(count * 64) + seed);
+      const std::vector<Positive16> odds = random_odds(random, count);
+      const std::vector<float> w = random_weights(random, odds, count, 1, count, seed % 2 == 1);
+      const float beta = random_betas(random, 1)[0];
+      const float threshold = random.one_in(4) ? kInfinity : static_cast<float>(std::exp(random.uniform(-20, 6)));
+      const float low = beta * static_cast<float>(random.uniform(0, 1));
+      const float settle = threshold * static_cast<float>(random.uniform(0, 1));
+
+      struct Result {
+        std::vector<double> sums;
+        std::vector<float> tops;
+      };
+      const auto run = [&](const Kernels& kernels, Plan& start, Plan& plan, Result& result) {
+        PlanBase base;
+        base.in_weight = 1;
+        base.in_odds = 2;
+        base.in_largest_odds = seed % 3 == 0 ? 100.0f : 0.0f;
+        base.out_variance = 3;
+        kernels.plan_start(w.data(), odds.data(), count, beta, start.arrays);
+        kernels.plan_start(w.data(), odds.data(), count, beta, plan.arrays);
+        for (int round = 0; round < 3; ++round) {
+          double weight = -1, rho = -1, variance = -1;
+          float jump = -1;
+          kernels.plan_beta_sums(plan.arrays, threshold, beta, weight, rho);
+          kernels.plan_tail_sums(plan.arrays, threshold, beta, variance, jump);
+          const float shrink = 1 / static_cast<float>(1 + round);
+          kernels.plan_compact(plan.arrays, threshold * shrink, settle * shrink, low,
+                               round == 0 ? kInfinity : beta, base);
+          result.sums.insert(result.sums.end(), {weight, rho, variance, base.in_weight, base.in_odds,
+                                                 base.out_variance});
+          result.tops.insert(result.tops.end(), {jump, base.in_largest_odds, base.out_jump});
+        }
+      };
+      Plan expected_start(count), expected_plan(count);
+      Result expected;
+      run(verkv::cpu::scalar_kernels(), expected_start, expected_plan, expected);
+      for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+        INFO(kernels->name);
+        Plan start(count), plan(count);
+        Result result;
+        run(*kernels, start, plan, result);
+        check_same_plan("after plan_start", expected_start, start);
+        check_same_plan("after plan_compact", expected_plan, plan);
+        check_same("sums", expected.sums, result.sums);
+        check_same("largest", expected.tops, result.tops);
+      }
+    }
+  }
+}
+
+// ---- Scalar against plain loops ---------------------------------------------------------------------
+
+void check_near(const char* what, double expected, double actual, double tolerance) {
+  INFO(what << ": " << actual << ", expected " << expected << " within " << tolerance);
+  CHECK(std::fabs(actual - expected) <= tolerance);
+}
+
+TEST_CASE("scalar rows agree with double", "[kernels]") {
+  const Kernels& scalar = verkv::cpu::scalar_kernels();
+  for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
+    for (const int dim : kDims) {
+      Random random(static_cast<std::uint32_t>(dim));
+      const std::int64_t count = 300;
+      const int heads = 2;
+      const RowData data = random_rows(random, type, count, dim, dim);
+      std::vector<std::uint32_t> index(size(count));
+      for (std::uint32_t& i : index) i = random.below(static_cast<std::uint32_t>(count));
+      const std::int64_t q_stride = whole_groups(dim);
+      std::vector<float> q(size(heads * q_stride), 0.0f);
+      for (int h = 0; h < heads; ++h) {
+        for (int j = 0; j < dim; ++j) q[size(h * q_stride + j)] = static_cast<float>(random.uniform(-2, 2));
+      }
+      std::vector<float> dots(size(heads * count)), sums(size(heads * dim), 1.0f);
+      scalar.dot_rows(data.rows, index.data(), count, q.data(), heads, q_stride, dots.data(), count);
+      scalar.weighted_rows(data.rows, index.data(), count, dots.data(), heads, count, sums.data(), dim);
+      for (int h = 0; h < heads; ++h) {
+        for (std::int64_t i = 0; i < count; ++i) {
+          double dot = 0, magnitude = 0;
+          for (int j = 0; j < dim; ++j) {
+            const double term = static_cast<double>(q[size(h * q_stride + j)]) *
+                                static_cast<double>(data.at(index[size(i)], j));
+            dot += term;
+            magnitude += std::fabs(term);
+          }
+          // One rounding a fused step of a lane, four in the fold.
+          const double roundings = static_cast<double>(dim / 16 + 1 + 4);
+          check_near("dot", dot, static_cast<double>(dots[size(h * count + i)]),
+                     1.01 * roundings * kRound * magnitude);
+        }
+        for (int j = 0; j < dim; ++j) {
+          double sum = 1, magnitude = 1;
+          for (std::int64_t i = 0; i < count; ++i) {
+            const double term = static_cast<double>(dots[size(h * count + i)]) *
+                                static_cast<double>(data.at(index[size(i)], j));
+            sum += term;
+            magnitude += std::fabs(term);
+          }
+          // 256 steps in the longest block, one more for each of the two blocks.
+          check_near("weighted sum", sum, static_cast<double>(sums[size(h * dim + j)]),
+                     1.01 * 258 * kRound * magnitude);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("scalar sketch logits agree with double", "[kernels]") {
+  using verkv::SketchKind;
+  for (const auto& [kind, code_bits] : std::vector<std::pair<SketchKind, int>>{
+           {SketchKind::lloyd_max, 2}, {SketchKind::lloyd_max, 3}, {SketchKind::lloyd_max, 4},
+           {SketchKind::minmax, 2}}) {
+    for (const int dim : kDims) {
+      INFO((kind == SketchKind::minmax ? "minmax " : "lloyd_max ") << code_bits << " bits, dim " << dim);
+      const SketchCase test(kind, code_bits, dim, 50, 2, false);
+      std::vector<float> out, largest;
+      test.run(verkv::cpu::scalar_kernels(), out, largest);
+      for (int h = 0; h < test.heads; ++h) {
+        const HeadConstants& head = test.constants[size(h)];
+        double top = -static_cast<double>(kInfinity);
+        for (std::int64_t i = 0; i < test.count; ++i) {
+          // The level of a code in steps of a byte, from the planes as sketch.hpp lays them out.
+          std::int64_t dot = 0;
+          for (int j = 0; j < dim; ++j) {
+            const std::size_t group = size(i / 16 * 16 * test.shape.code_bytes());
+            const std::size_t lane = size(i % 16);
+            unsigned code = (test.codes[group + size(j / 4 * 16) + lane] >> (2 * (j % 4))) & 3u;
+            const std::size_t high = group + size(16 * ((test.shape.padded_dim() + 3) / 4));
+            if (code_bits == 3) code += 4 * ((test.codes[high + size(j / 8 * 16) + lane] >> (j % 8)) & 1u);
+            if (code_bits == 4) code += 4 * ((test.codes[high + size(j / 4 * 16) + lane] >> (2 * (j % 4))) & 3u);
+            const int level = kind == SketchKind::minmax ? static_cast<int>(code)
+                                                         : static_cast<int>(test.levels.byte[code]) - 127;
+            dot += level * test.q[size(h * test.q_stride + j)];
+          }
+          const double scaled =
+              static_cast<double>(verkv::to_float(test.scale[size(i)])) * static_cast<double>(dot);
+          const double start = kind == SketchKind::minmax
+                                   ? static_cast<double>(verkv::to_float(test.offset[size(i)])) *
+                                         static_cast<double>(head.query_sum)
+                                   : 0.0;
+          const double factor = static_cast<double>(head.factor);
+          const double logit = factor * (start + scaled) + static_cast<double>(head.shift);
+          // At most three roundings of each term, one of the result.
+          const double tolerance =
+              1.01 * kRound *
+              (3 * factor * (std::fabs(start) + std::fabs(scaled)) + std::fabs(logit) + 1e-30);
+          const float actual = out[size(h * test.out_stride + i)];
+          check_near("logit", logit, static_cast<double>(actual), tolerance);
+          if (test.odds[size(i)].bits < verkv::kPositive16Infinity.bits) {
+            top = std::max(top, static_cast<double>(actual));
+          }
+        }
+        CHECK(static_cast<double>(largest[size(h)]) == top);
+      }
+    }
+  }
+}
+
+TEST_CASE("scalar sums agree with double", "[kernels]") {
+  const Kernels& scalar = verkv::cpu::scalar_kernels();
+  // A block has 32 additions a lane and 4 in the fold; the terms have at most 3 roundings of their own.
+  constexpr double kTolerance = 1.01 * (32 + 4 + 3) * kRound;
+  for (const std::int64_t count : kCounts) {
+    INFO("count " << count);
+    Random random(static_cast<std::uint32_t>(count));
+    const std::vector<Positive16> odds = random_odds(random, count);
+    std::vector<float> w(size(count));
+    for (float& x : w) x = static_cast<float>(random.uniform(-60, 10));
+    const std::vector<float> logits = w;
+    const float shift = 9.5f;
+    double sum = -1;
+    scalar.weights(w.data(), count, odds.data(), count, 1, &shift, &sum);
+    double exact = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const bool finite = std::isfinite(verkv::to_float(odds[size(i)]));
+      const double weight = finite ? std::exp(static_cast<double>(logits[size(i)] - shift)) : 0.0;
+      check_near("weight", weight, static_cast<double>(w[size(i)]), 2e-7 * weight);
+      exact += weight;
+    }
+    check_near("sum of weights", exact, sum, (kTolerance + 2e-7) * exact);
+
+    for (const float beta : {0.0f, 1e-4f, 0.3f}) {
+      // The branches are decided in binary32; the sums are then compared on the same tokens.
+      double weight = 0, rho = 0, variance = 0, jump = 0;
+      std::vector<double> key;
+      for (std::int64_t i = 0; i < count; ++i) {
+        const float x = w[size(i)];
+        const float odd = verkv::to_float(odds[size(i)]);
+        if (!(x > 0)) continue;
+        const bool in = x > beta * odd;
+        const double wide = static_cast<double>(x);
+        const double wide_odd = static_cast<double>(odd);
+        const double wide_beta = static_cast<double>(beta);
+        if (in) weight += wide;
+        if (in) rho += wide_odd;
+        variance += in ? wide_beta * wide_beta * wide_odd : wide * wide / wide_odd;
+        jump = std::max(jump, (in ? wide_beta : wide / wide_odd) * std::max(wide_odd, 1.0));
+        key.push_back(in ? wide_beta * (2 * wide - wide_beta * wide_odd) : wide * wide / wide_odd);
+      }
+      double out_weight = -1, out_odds = -1, out_variance = -1;
+      float out_jump = -1;
+      scalar.beta_sums(w.data(), count, odds.data(), count, 1, &beta, &out_weight, &out_odds);
+      scalar.tail_sums(w.data(), count, odds.data(), count, 1, &beta, &out_variance, &out_jump);
+      // Products below the normal numbers lose more than a relative error.
+      const double tiny = static_cast<double>(count) * 1e-44;
+      check_near("weight", weight, out_weight, kTolerance * weight);
+      check_near("odds", rho, out_odds, kTolerance * rho);
+      check_near("variance", variance, out_variance, kTolerance * variance + tiny);
+      check_near("jump", jump, static_cast<double>(out_jump), 3 * kRound * jump + tiny);
+
+      Plan plan(count);
+      scalar.plan_start(w.data(), odds.data(), count, beta, plan.arrays);
+      REQUIRE(plan.arrays.count == static_cast<std::int64_t>(key.size()));
+      for (std::size_t i = 0; i < key.size(); ++i) {
+        check_near("key", key[i], static_cast<double>(plan.key[i]), 4 * kRound * key[i] + tiny + 1e-44);
+      }
+      double plan_weight = -1, plan_odds = -1, plan_variance = -1;
+      float plan_jump = -1;
+      scalar.plan_beta_sums(plan.arrays, kInfinity, beta, plan_weight, plan_odds);
+      scalar.plan_tail_sums(plan.arrays, kInfinity, beta, plan_variance, plan_jump);
+      check_near("plan weight", weight, plan_weight, kTolerance * weight);
+      check_near("plan odds", rho, plan_odds, kTolerance * rho);
+      check_near("plan variance", variance, plan_variance, kTolerance * variance + tiny);
+      CHECK(plan_jump == out_jump);
+
+      // With both ends at beta every token is settled: the base holds the whole answer.
+      PlanBase base;
+      scalar.plan_compact(plan.arrays, kInfinity, kInfinity, beta, beta, base);
+      CHECK(plan.arrays.count == 0);
+      check_near("settled weight", weight, base.in_weight, kTolerance * weight);
+      check_near("settled odds", rho, base.in_odds, kTolerance * rho);
+      const double settled = base.out_variance + static_cast<double>(beta) * static_cast<double>(beta) * base.in_odds;
+      check_near("settled variance", variance, settled, 2 * kTolerance * variance + tiny);
+      const double settled_jump = std::max(static_cast<double>(beta) * static_cast<double>(base.in_largest_odds),
+                                           static_cast<double>(base.out_jump));
+      check_near("settled jump", jump, settled_jump, 4 * kRound * jump + tiny);
+    }
+  }
+}
+
+}  // namespace
