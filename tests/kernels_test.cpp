@@ -594,8 +594,11 @@ TEST_CASE("select_tokens: vectors choose the tokens of the scalar kernel", "[ker
                 w[size(h * stride) + i], verkv::to_float(odds[i]), beta[size(h)]);
           }
           if (random.one_in(8)) key_threshold[size(h)] = 0;
+          if (random.one_in(12)) key_threshold[size(h)] = -1;
+          if (random.one_in(12)) key_threshold[size(h)] = kInfinity;
           weight_threshold[size(h)] =
               random.one_in(3) ? kInfinity : static_cast<float>(std::exp(random.uniform(-6, 4)));
+          if (random.one_in(12)) weight_threshold[size(h)] = random.one_in(2) ? 0.0f : -2.0f;
         }
         const auto run = [&](const Kernels& kernels, std::vector<std::uint32_t>& out,
                              std::vector<std::int64_t>& planned) {

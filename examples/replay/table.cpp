@@ -156,10 +156,10 @@ std::string details(const Row& row) {
     text += fmt::format("(a)    {} redraws {}; of the worst query {}\n", of_trials(row.redraws), missed,
                         of_trials(row.worst_query));
   }
-  text += fmt::format("(b)    {} decisions {}: {} of those that fetched nothing, {} of those that\n"
-                      "       fetched; {} % were not certified\n",
-                      of_trials(row.steps), missed, of_trials(row.steps_unfetched), of_trials(row.steps_fetched),
-                      percent(row.uncertified));
+  text += fmt::format("(b)    {} decisions {}; {} % were not certified\n"
+                      "       {} that fetched nothing, {} that fetched\n",
+                      of_trials(row.steps), missed, percent(row.uncertified), of_trials(row.steps_unfetched),
+                      of_trials(row.steps_fetched));
   text += fmt::format("(c)    {} steps had such a decision in any head of any layer\n", of_trials(row.any_head));
   return text;
 }

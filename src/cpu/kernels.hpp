@@ -101,7 +101,8 @@ struct Kernels {
                     int heads, const float* beta, double* out_variance, float* out_jump);
 
   // Appends to out, ascending, every token for which some head has fetch_key(w, rho, beta[h]) > key_threshold[h] or
-  // w > weight_threshold[h] (binary32; w > 0). Returns how many; out_planned[h] += tokens that head h asked for.
+  // w > weight_threshold[h] (binary32; w > 0; a negative key_threshold takes every such token). Returns how many;
+  // out_planned[h] += tokens that head h asked for. out has room for count + 16.
   std::int64_t (*select_tokens)(const float* w, std::int64_t stride, const Positive16* odds,
                                 std::int64_t count, int heads, const float* beta,
                                 const float* key_threshold, const float* weight_threshold,

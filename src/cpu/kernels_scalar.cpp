@@ -149,7 +149,8 @@ std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16
     const float rho = to_float(odds[i]);
     for (int h = 0; h < heads; ++h) {
       const float x = w[h * stride + i];
-      const bool wanted = x > 0 && (x > weight_threshold[h] || fetch_key(x, rho, beta[h]) > key_threshold[h]);
+      const bool wanted = x > 0 && (x > weight_threshold[h] || key_threshold[h] < 0 ||
+                                    fetch_key(x, rho, beta[h]) > key_threshold[h]);
       out_planned[h] += wanted;
       any = any || wanted;
     }

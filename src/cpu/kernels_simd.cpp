@@ -1000,54 +1000,134 @@ void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std:
 HWY_INLINE VF fetch_key(VF w, VF rho, VF beta) {
   const VF edge = hn::Mul(beta, rho);
   const VF inside = hn::Mul(w, hn::Div(w, rho));
-  const VF outside = hn::Mul(beta, hn::Sub(hn::Mul(hn::Set(df, 2.0f), w), edge));
+  // Twice w is exact, so this is the difference rounded once.
+  const VF outside = hn::Mul(beta, hn::MulSub(hn::Set(df, 2.0f), w, edge));
   return hn::IfThenElse(hn::Le(w, edge), inside, outside);
-}
-
-// Writes the lanes of v in mask to p; the lanes after them up to a whole vector get arbitrary values.
-template <class D, class V, class M>
-HWY_INLINE void compress(V v, M mask, D d, hn::TFromD<D>* p) {
-  hn::StoreU(hn::Compress(v, mask), d, p);
 }
 
 HWY_INLINE VU32 positions(std::int64_t first) {
   return hn::Iota(du32, static_cast<std::uint32_t>(first));
 }
-HWY_INLINE hn::Mask<DU32> for_positions(MF mask) { return hn::RebindMask(du32, mask); }
 HWY_INLINE std::int64_t count_true(MF mask) { return static_cast<std::int64_t>(hn::CountTrue(df, mask)); }
 
-std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-                           int heads, const float* beta, const float* key_threshold,
-                           const float* weight_threshold, std::uint32_t* out, std::int64_t* out_planned) {
+#if HWY_TARGET == HWY_AVX2
+// Lane numbers of the set bits of every mask of 8 lanes, ascending. Highway has the same table, but as a
+// local constant that GCC copies to the stack for every use.
+struct CompressTable {
+  alignas(64) std::uint8_t lane[256][8] = {};
+};
+constexpr CompressTable compress_table() {
+  CompressTable table;
+  for (unsigned bits = 0; bits < 256; ++bits) {
+    int at = 0;
+    for (unsigned lane = 0; lane < 8; ++lane) {
+      if ((bits >> lane & 1u) != 0) table.lane[bits][at++] = static_cast<std::uint8_t>(lane);
+    }
+  }
+  return table;
+}
+constexpr CompressTable kCompressTable = compress_table();
+#endif
+
+// Moves the lanes of a mask to the front of a vector.
+class Compressor {
+ public:
+#if HWY_TARGET == HWY_AVX2
+  HWY_INLINE explicit Compressor(MF mask) {
+    std::uint8_t bits[8] = {};
+    hn::StoreMaskBits(df, mask, bits);
+    const hn::Rebind<std::uint8_t, DF> d8;
+    lanes_ = hn::IndicesFromVec(du32, hn::PromoteTo(du32, hn::LoadU(d8, kCompressTable.lane[bits[0]])));
+  }
+  // Whole vectors are written; what follows the lanes of the mask is arbitrary.
+  HWY_INLINE void store(VU32 v, std::uint32_t* p) const {
+    hn::StoreU(hn::TableLookupLanes(v, lanes_), du32, p);
+  }
+  HWY_INLINE void store(VF v, float* p) const {
+    hn::StoreU(hn::BitCast(df, hn::TableLookupLanes(hn::BitCast(du32, v), lanes_)), df, p);
+  }
+
+ private:
+  decltype(hn::IndicesFromVec(du32, hn::Zero(du32))) lanes_;
+#else
+  HWY_INLINE explicit Compressor(MF mask) : mask_(mask) {}
+  HWY_INLINE void store(VU32 v, std::uint32_t* p) const {
+    hn::StoreU(hn::Compress(v, hn::RebindMask(du32, mask_)), du32, p);
+  }
+  HWY_INLINE void store(VF v, float* p) const { hn::StoreU(hn::Compress(v, mask_), df, p); }
+
+ private:
+  MF mask_;
+#endif
+};
+
+// kHeads of 0: any number of heads, given at run time.
+template <int kHeads>
+std::int64_t select_tokens_of(const float* w, std::int64_t stride, const Positive16* odds,
+                              std::int64_t count, int heads, const float* beta,
+                              const float* key_threshold, const float* weight_threshold,
+                              std::uint32_t* out, std::int64_t* out_planned) {
+  // With thresholds of at least 0, w > 0 needs no test of its own: a key is 0 or NaN where w is 0.
+  float least_key[kMaxHeads] = {};
+  float least_weight[kMaxHeads] = {};
+  std::int64_t planned[kMaxHeads] = {};
+  for (int h = 0; h < heads; ++h) {
+    const bool all = key_threshold[h] < 0;
+    least_key[h] = all ? 0.0f : key_threshold[h];
+    least_weight[h] = all || weight_threshold[h] < 0 ? 0.0f : weight_threshold[h];
+  }
   std::int64_t found = 0;
   each_part(0, count, [&](std::int64_t i, auto, auto lanes) VERKV_LAMBDA {
     const VF rho = load(odds + i);
     MF any = hn::FirstN(df, 0);
-    for (int h = 0; h < heads; ++h) {
+    const auto add_head = [&](auto h) VERKV_LAMBDA {
       const VF x = lanes.load(w + h * stride + i);
       const VF key = fetch_key(x, rho, hn::Set(df, beta[h]));
-      const MF large = hn::Or(hn::Gt(x, hn::Set(df, weight_threshold[h])),
-                              hn::Gt(key, hn::Set(df, key_threshold[h])));
-      const MF wanted = hn::And(large, hn::Gt(x, hn::Zero(df)));
-      out_planned[h] += count_true(wanted);
+      const MF wanted = hn::Or(hn::Gt(x, hn::Set(df, least_weight[h])),
+                               hn::Gt(key, hn::Set(df, least_key[h])));
+      planned[h] += count_true(wanted);
       any = hn::Or(any, wanted);
+    };
+    if constexpr (kHeads > 0) {
+      unroll<kHeads>(add_head);
+    } else {
+      for (int h = 0; h < heads; ++h) add_head(h);
     }
-    compress(positions(i), for_positions(any), du32, out + found);
+    Compressor(any).store(positions(i), out + found);
     found += count_true(any);
   });
+  for (int h = 0; h < heads; ++h) out_planned[h] += planned[h];
   return found;
 }
 
+std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
+                           int heads, const float* beta, const float* key_threshold,
+                           const float* weight_threshold, std::uint32_t* out, std::int64_t* out_planned) {
+  const auto run = [&](auto n) HWY_ATTR {
+    return select_tokens_of<n>(w, stride, odds, count, heads, beta, key_threshold, weight_threshold, out,
+                               out_planned);
+  };
+  switch (heads) {
+    case 1: return run(std::integral_constant<int, 1>{});
+    case 2: return run(std::integral_constant<int, 2>{});
+    case 3: return run(std::integral_constant<int, 3>{});
+    case 4: return run(std::integral_constant<int, 4>{});
+    default: return run(std::integral_constant<int, 0>{});
+  }
+}
+
 void plan_start(const float* w, const Positive16* odds, std::int64_t count, float beta, PlanArrays& plan) {
+  const PlanArrays to = plan;
   std::int64_t kept = 0;
   each_part(0, count, [&](std::int64_t i, auto, auto lanes) VERKV_LAMBDA {
     const VF x = lanes.load(w + i);
     const VF rho = load(odds + i);
     const MF positive = hn::Gt(x, hn::Zero(df));
-    compress(x, positive, df, plan.weight + kept);
-    compress(rho, positive, df, plan.odds + kept);
-    compress(fetch_key(x, rho, hn::Set(df, beta)), positive, df, plan.key + kept);
-    compress(positions(i), for_positions(positive), du32, plan.position + kept);
+    const Compressor compress(positive);
+    compress.store(x, to.weight + kept);
+    compress.store(rho, to.odds + kept);
+    compress.store(fetch_key(x, rho, hn::Set(df, beta)), to.key + kept);
+    compress.store(positions(i), to.position + kept);
     kept += count_true(positive);
   });
   plan.count = kept;
@@ -1101,20 +1181,21 @@ void plan_tail_sums(const PlanArrays& plan, float threshold, float beta, double&
 
 void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float beta_low, float beta_high,
                   PlanBase& base) {
+  const PlanArrays to = plan;
   double total[3] = {};
   VF top[2][kParts];
   zero(top);
   const VF one = hn::Set(df, 1.0f);
   std::int64_t kept = 0;
-  for (std::int64_t begin = 0; begin < plan.count; begin += kBlockTokens) {
+  for (std::int64_t begin = 0; begin < to.count; begin += kBlockTokens) {
     VF lane[3][kParts];
     zero(lane);
-    each_part(begin, std::min(begin + kBlockTokens, plan.count),
+    each_part(begin, std::min(begin + kBlockTokens, to.count),
               [&](std::int64_t i, auto part, auto lanes) VERKV_LAMBDA {
-                const VF x = lanes.load(plan.weight + i);
-                const VF rho = lanes.load(plan.odds + i);
-                const VF key = lanes.load(plan.key + i);
-                const VU32 position = hn::LoadU(du32, plan.position + i);
+                const VF x = lanes.load(to.weight + i);
+                const VF rho = lanes.load(to.odds + i);
+                const VF key = lanes.load(to.key + i);
+                const VU32 position = hn::LoadU(du32, to.position + i);
                 const MF settled = lanes.only(hn::Le(key, hn::Set(df, settle_below)));
                 const MF in =
                     hn::And(settled, hn::Gt(x, hn::Mul(hn::Set(df, beta_high), rho)));
@@ -1130,10 +1211,11 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
                 raise(top[0][part], largest_odds, in);
                 raise(top[1][part], hn::Mul(t, largest_odds), out);
                 // kept <= i, so whole vectors may be written over what has been read.
-                compress(x, keep, df, plan.weight + kept);
-                compress(rho, keep, df, plan.odds + kept);
-                compress(key, keep, df, plan.key + kept);
-                compress(position, for_positions(keep), du32, plan.position + kept);
+                const Compressor compress(keep);
+                compress.store(x, to.weight + kept);
+                compress.store(rho, to.odds + kept);
+                compress.store(key, to.key + kept);
+                compress.store(position, to.position + kept);
                 kept += count_true(keep);
               });
     add_folds(lane, total);

@@ -1,0 +1,399 @@
+// A whole decode step of one KV head in double, by brute force: what the manager is compared with.
+// It starts from the keys and values as they are stored and from the importance scores, and goes
+// through the stages in the paper's order. Equations come from reference.hpp; only what defines the
+// stored bits (16-bit odds, draws, codes of the sketch) comes from the headers under test, since the
+// step is meant for exactly these bits. Their own tests compare them with the reference.
+#ifndef VERKV_TESTS_REFERENCE_STEP_HPP
+#define VERKV_TESTS_REFERENCE_STEP_HPP
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#include <verkv/inclusion.hpp>
+#include <verkv/kv_cache_manager.hpp>
+#include <verkv/sample.hpp>
+#include <verkv/sketch.hpp>
+
+#include "reference/reference.hpp"
+
+namespace verkv::reference {
+
+inline constexpr double kInfinite = std::numeric_limits<double>::infinity();
+
+// A number after a round trip through the storage type.
+inline float as_stored(float x, DType type) {
+  switch (type) {
+    case DType::f32: return x;
+    case DType::f16: return to_float(to_half(x));
+    case DType::bf16: return to_float(to_bfloat16(x));
+  }
+  return x;
+}
+
+// ---- Which tokens stay ---------------------------------------------------------------------------
+
+// One head's part in a pool: scores of positions [begin, begin + tau.size()), and how many tokens of
+// the local window its share of the budget has to pay for.
+struct PoolHead {
+  Vector tau;
+  std::size_t begin = 0;
+  std::size_t window = 0;
+};
+
+// Odds as stored, per head of the pool; infinite for tokens that always stay.
+inline std::vector<Vector> pool_odds(const CacheConfig& config, const std::vector<PoolHead>& heads) {
+  Vector tau;
+  double budget = 0;
+  std::vector<std::size_t> sinks;
+  for (const PoolHead& head : heads) {
+    const std::size_t sink_end = static_cast<std::size_t>(config.sink_tokens);
+    const std::size_t first =
+        sink_end > head.begin ? std::min(sink_end - head.begin, head.tau.size()) : 0;
+    sinks.push_back(first);
+    budget += config.keep * static_cast<double>(head.tau.size() + head.window) -
+              static_cast<double>(first + head.window);
+    tau.insert(tau.end(), head.tau.begin() + static_cast<std::ptrdiff_t>(first), head.tau.end());
+  }
+  budget = std::max(0.0, budget);
+
+  Vector odds;
+  if (config.select == Selection::topk) {
+    const Indices order = descending(tau);
+    odds.assign(tau.size(), 0.0);
+    const std::size_t kept = std::min(tau.size(), static_cast<std::size_t>(budget + 0.5));
+    for (std::size_t i = 0; i < kept; ++i) odds[order[i]] = kInfinite;
+  } else {
+    const double floor = config.inclusion_floor;
+    const double above = (budget - floor * static_cast<double>(tau.size())) / (1 - floor);
+    for (const double r : inclusion(tau, std::max(0.0, above)).r) {
+      odds.push_back(static_cast<double>(to_float(stored_odds(floor + (1 - floor) * r))));
+    }
+  }
+
+  std::vector<Vector> result;
+  std::size_t next = 0;
+  for (std::size_t h = 0; h < heads.size(); ++h) {
+    Vector own(sinks[h], kInfinite);
+    while (own.size() < heads[h].tau.size()) own.push_back(odds[next++]);
+    result.push_back(own);
+  }
+  return result;
+}
+
+// The draw for positions from `begin`.
+inline std::vector<bool> draw(const Vector& odds, const DrawKey& key, std::size_t begin) {
+  std::vector<bool> result;
+  for (std::size_t i = 0; i < odds.size(); ++i) {
+    const double r = odds[i] == kInfinite ? 1.0 : odds[i] / (1 + odds[i]);
+    result.push_back(drawn(key, begin + i, r));
+  }
+  return result;
+}
+
+// ---- The step ------------------------------------------------------------------------------------
+
+// One KV head as it stands before a step. Positions [0, odds.size()) are compressed.
+struct HeadCase {
+  LayerConfig layer;
+  FetchConfig fetch;
+  SketchConfig sketch;
+  std::uint64_t seed = 0;
+  std::vector<std::vector<float>> key;    // of all tokens, as stored
+  std::vector<std::vector<float>> value;
+  Vector odds;
+  std::vector<bool> resident;    // of the compressed tokens
+  std::size_t mean_tokens = 0;   // compressed the first time: the channel means are theirs
+
+  // Makes the plan look at the draw, which it must not: tokens that are not resident come first in
+  // the order. For the test of the test.
+  bool peeks = false;
+};
+
+struct QueryAnswer {
+  std::size_t planned = 0;
+  double epsilon = 0;
+  double lse = -kInfinite;
+  Vector output;
+  Vector window_probability;  // of the local window's tokens, by the plan's D
+};
+
+struct StepAnswer {
+  std::vector<QueryAnswer> query;
+  Indices fetched;  // ascending
+  Indices moved;
+  bool limited = false;
+  std::size_t residents = 0;
+};
+
+inline double attention_scale(const LayerConfig& layer) {
+  return layer.scale > 0 ? layer.scale : 1 / std::sqrt(static_cast<double>(layer.key_dim));
+}
+
+inline double capped_logit(double logit, double soft_cap) {
+  return soft_cap > 0 ? soft_cap * std::tanh(logit / soft_cap) : logit;
+}
+
+inline double exact_logit(const HeadCase& head, const std::vector<float>& query, std::size_t i) {
+  double dot = 0;
+  for (std::size_t j = 0; j < query.size(); ++j) {
+    dot += static_cast<double>(query[j]) * static_cast<double>(head.key[i][j]);
+  }
+  return capped_logit(attention_scale(head.layer) * dot, head.layer.soft_cap);
+}
+
+// Logits of the compressed tokens as the sketch sees them: coordinates decoded to double and
+// multiplied with the decoded 8-bit query.
+inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& query) {
+  const std::size_t n = head.odds.size();
+  Vector result;
+  if (head.sketch.kind == SketchKind::exact) {
+    for (std::size_t i = 0; i < n; ++i) result.push_back(exact_logit(head, query, i));
+    return result;
+  }
+  const int dim = static_cast<int>(head.layer.key_dim);
+  const std::size_t d = static_cast<std::size_t>(dim);
+  const SketchShape shape{head.sketch.kind, head.sketch.bits, dim};
+  const SketchLevels levels = sketch_levels(head.sketch.kind, head.sketch.bits);
+  const bool rotated = head.sketch.kind == SketchKind::lloyd_max;
+  std::vector<float> signs(2 * d);
+  rotation_signs(head.seed, dim, signs);
+
+  std::vector<float> mean(d, 0.0f);
+  if (rotated) {
+    for (std::size_t j = 0; j < d; ++j) {
+      double total = 0;
+      for (std::size_t i = 0; i < head.mean_tokens; ++i) total += static_cast<double>(head.key[i][j]);
+      mean[j] = static_cast<float>(total / static_cast<double>(head.mean_tokens));
+    }
+  }
+
+  // The query is scaled in binary32 first: its 8-bit code is part of the definition.
+  std::vector<float> q(d);
+  const float scale = static_cast<float>(attention_scale(head.layer));
+  double mean_share = 0;
+  for (std::size_t j = 0; j < d; ++j) {
+    q[j] = scale * query[j];
+    mean_share += static_cast<double>(q[j]) * static_cast<double>(mean[j]);
+  }
+  if (rotated) rotate(q, signs);
+  std::vector<std::int8_t> code(static_cast<std::size_t>(shape.padded_dim()));
+  const double step = static_cast<double>(encode_query(q, code).scale);
+
+  std::vector<std::uint8_t> packed(static_cast<std::size_t>(code_storage_bytes(shape, kSketchGroup)));
+  for (std::size_t i = 0; i < n; ++i) {
+    std::vector<float> k = head.key[i];
+    for (std::size_t j = 0; j < d; ++j) k[j] -= mean[j];
+    if (rotated) rotate(k, signs);
+    const SketchScale stored = rotated ? encode_lloyd_max(shape, levels, k, packed.data(), 0)
+                                       : encode_minmax(shape, k, packed.data(), 0);
+    double dot = 0;
+    for (std::size_t j = 0; j < d; ++j) {
+      const int byte = levels.byte[unpack_code(shape, packed.data(), 0, static_cast<int>(j))];
+      const double level = static_cast<double>(levels.unit) * (byte - shape.bias());
+      const double coordinate = static_cast<double>(to_float(stored.scale)) * level +
+                                static_cast<double>(to_float(stored.offset));
+      dot += step * code[j] * coordinate;
+    }
+    result.push_back(capped_logit(dot + mean_share, head.layer.soft_cap));
+  }
+  return result;
+}
+
+// The mean square error that token i adds at the plan's beta; (5) of the method where lambda = 1.
+inline double one_key(double w, double rho, double beta) {
+  if (w <= beta * rho) return w > 0 ? w * w / rho : 0.0;
+  return 2 * beta * w - beta * beta * rho;
+}
+
+// Eq. 10 by trying k = 0, 1, 2, ... Where that would take minutes (more than `scanned` tokens), by
+// halving, which Eq. 7's monotonicity allows.
+inline std::size_t first_certified(const Vector& w, const Vector& r, const Indices& order,
+                                   double denominator, double delta, double epsilon) {
+  constexpr std::size_t scanned = 130;
+  const auto bound = [&](std::size_t k) {
+    return certificate_after(w, r, order, k, denominator, delta);
+  };
+  std::size_t bad = 0;
+  std::size_t good = order.size();
+  if (order.size() <= scanned) {
+    while (bad < good && bound(bad) > epsilon) ++bad;
+    return bad;
+  }
+  if (bound(0) <= epsilon) return 0;
+  while (good - bad > 1) {
+    const std::size_t middle = bad + (good - bad) / 2;
+    (bound(middle) <= epsilon ? good : bad) = middle;
+  }
+  return good;
+}
+
+// The sum of exponentials of `log_term`, as a logarithm.
+inline double log_sum_exp(const Vector& log_term) {
+  double top = -kInfinite;
+  for (const double x : log_term) top = std::max(top, x);
+  if (top == -kInfinite) return top;
+  double total = 0;
+  for (const double x : log_term) total += std::exp(x - top);
+  return top + std::log(total);
+}
+
+inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float>>& queries) {
+  const std::size_t n = head.key.size();
+  const std::size_t compressed = head.odds.size();
+  const std::size_t group = queries.size();
+  const FetchConfig& fetch = head.fetch;
+  StepAnswer answer;
+  answer.query.resize(group);
+
+  // L, in the paper's terms.
+  Indices low;
+  Vector r;
+  for (std::size_t i = 0; i < compressed; ++i) {
+    if (head.odds[i] == kInfinite) continue;
+    low.push_back(i);
+    r.push_back(head.odds[i] / (1 + head.odds[i]));
+  }
+  const auto in_high = [&](std::size_t i) { return i >= compressed || head.odds[i] == kInfinite; };
+
+  std::vector<Vector> logit(group);   // exact, of all tokens
+  std::vector<Vector> weight(group);  // sketched, of L
+  Vector shift(group, -kInfinite);
+  Vector denominator(group, 0.0);
+  Vector beta(group, 0.0);
+  std::vector<Vector> key(group);
+  std::vector<bool> wanted(compressed, false);
+  for (std::size_t h = 0; h < group; ++h) {
+    for (std::size_t i = 0; i < n; ++i) logit[h].push_back(exact_logit(head, queries[h], i));
+    const Vector sketched = sketched_logits(head, queries[h]);
+    for (std::size_t i = 0; i < n; ++i) {
+      shift[h] = std::max(shift[h], in_high(i) ? logit[h][i] : sketched[i]);
+    }
+    for (const std::size_t i : low) weight[h].push_back(std::exp(sketched[i] - shift[h]));
+    denominator[h] = sum(weight[h]);
+    for (std::size_t i = 0; i < n; ++i) {
+      if (in_high(i)) denominator[h] += std::exp(logit[h][i] - shift[h]);
+    }
+    for (std::size_t i = compressed; i < n; ++i) {
+      answer.query[h].window_probability.push_back(std::exp(logit[h][i] - shift[h]) /
+                                                   denominator[h]);
+    }
+    if (low.empty()) continue;
+    beta[h] = shrinkage(weight[h], r).beta;
+    for (std::size_t p = 0; p < low.size(); ++p) {
+      key[h].push_back(one_key(weight[h][p], head.odds[low[p]], beta[h]));
+    }
+
+    std::vector<bool> own(low.size(), false);
+    if (fetch.mode == FetchMode::always) own.assign(low.size(), true);
+    if (fetch.mode == FetchMode::verified) {
+      if (fetch.epsilon != kOff) {
+        Vector rank = key[h];
+        if (fetch.order == FetchOrder::exact) {
+          rank = gains(weight[h], r, denominator[h], fetch.delta);
+        }
+        Indices order = descending(rank);
+        if (fetch.order == FetchOrder::key && fetch.shortlist > 0) {
+          const Vector gain = gains(weight[h], r, denominator[h], fetch.delta);
+          const std::size_t leading = std::min(low.size(), static_cast<std::size_t>(fetch.shortlist));
+          std::stable_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(leading),
+                           [&](std::size_t a, std::size_t b) {
+                             return gain[a] != gain[b] ? gain[a] > gain[b] : a < b;
+                           });
+        }
+        if (head.peeks) {
+          std::stable_partition(order.begin(), order.end(),
+                                [&](std::size_t p) { return !head.resident[low[p]]; });
+        }
+        const std::size_t k = first_certified(weight[h], r, order, denominator[h], fetch.delta,
+                                              fetch.epsilon);
+        for (std::size_t p = 0; p < k; ++p) own[order[p]] = true;
+      }
+      for (std::size_t p = 0; p < low.size(); ++p) {
+        if (key[h][p] > fetch.risk * denominator[h] * denominator[h]) own[p] = true;
+        if (weight[h][p] > fetch.probability * denominator[h]) own[p] = true;
+      }
+    }
+    for (std::size_t p = 0; p < low.size(); ++p) {
+      if (!own[p]) continue;
+      ++answer.query[h].planned;
+      wanted[low[p]] = true;
+    }
+  }
+
+  for (std::size_t i = 0; i < compressed; ++i) {
+    if (wanted[i]) answer.fetched.push_back(i);
+  }
+  const std::size_t limit = static_cast<std::size_t>(fetch.limit_tokens);
+  if (limit > 0 && answer.fetched.size() > limit) {
+    answer.limited = true;
+    Vector share(compressed, 0.0);
+    for (std::size_t p = 0; p < low.size(); ++p) {
+      for (std::size_t h = 0; h < group; ++h) {
+        share[low[p]] = std::max(share[low[p]], key[h][p] / denominator[h] / denominator[h]);
+      }
+    }
+    std::stable_sort(answer.fetched.begin(), answer.fetched.end(),
+                     [&](std::size_t a, std::size_t b) { return share[a] > share[b]; });
+    answer.fetched.resize(limit);
+    std::sort(answer.fetched.begin(), answer.fetched.end());
+  }
+  std::vector<bool> exact(n, false);
+  for (const std::size_t i : answer.fetched) exact[i] = true;
+  for (std::size_t i = 0; i < n; ++i) {
+    const bool resident = i >= compressed || head.resident[i];
+    answer.residents += resident;
+    if (exact[i] && !resident) answer.moved.push_back(i);
+  }
+
+  for (std::size_t h = 0; h < group; ++h) {
+    QueryAnswer& result = answer.query[h];
+    Vector rest_w;
+    Vector rest_r;
+    for (std::size_t p = 0; p < low.size(); ++p) {
+      if (exact[low[p]]) continue;
+      rest_w.push_back(weight[h][p]);
+      rest_r.push_back(r[p]);
+    }
+    const Terms rest = terms(rest_w, rest_r);
+    result.epsilon = rest_w.empty() ? 0.0 : certificate(rest, denominator[h], fetch.delta);
+
+    // Logarithms of what each token adds to D_hat: no weight is too large or too small for them.
+    Vector term(n, -kInfinite);
+    std::size_t p = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+      if (in_high(i)) {
+        term[i] = logit[h][i];
+        continue;
+      }
+      const double w = weight[h][p];
+      const double own_r = r[p];
+      ++p;
+      if (exact[i]) term[i] = logit[h][i];
+      if (exact[i] || !head.resident[i]) continue;
+      const double lambda = lambda_at(w, own_r, rest.beta);
+      const double plain = std::log(lambda) + logit[h][i];
+      const double most = std::log(fetch.cap * rest.beta * own_r / (1 - own_r)) + shift[h];
+      term[i] = std::min(plain, most) - std::log(own_r);
+    }
+    result.lse = log_sum_exp(term);
+    result.output.assign(static_cast<std::size_t>(head.layer.value_dim), 0.0);
+    for (std::size_t i = 0; i < n; ++i) {
+      if (term[i] == -kInfinite) continue;
+      const double share = std::exp(term[i] - result.lse);
+      for (std::size_t j = 0; j < result.output.size(); ++j) {
+        result.output[j] += share * static_cast<double>(head.value[i][j]);
+      }
+    }
+  }
+  return answer;
+}
+
+}  // namespace verkv::reference
+
+#endif  // VERKV_TESTS_REFERENCE_STEP_HPP

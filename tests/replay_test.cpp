@@ -1,0 +1,495 @@
+// The replay program: its command line, its measurements on a small synthetic recording, and what it writes.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#if defined(__unix__)
+#include <sys/wait.h>
+#endif
+
+#include "../examples/replay/json_report.hpp"
+#include "../examples/replay/measure.hpp"
+#include "../examples/replay/options.hpp"
+#include "../examples/replay/statistics.hpp"
+#include "../examples/replay/table.hpp"
+#include "catch.hpp"
+#include "support/safetensors_writer.hpp"
+
+namespace {
+
+using namespace verkv::replay;
+using verkv::DType;
+using verkv::RecordedCache;
+using verkv::kOff;
+using verkv::test::SafeTensorsFile;
+using verkv::test::TemporaryFile;
+using verkv::test::make_tensor;
+using Json = nlohmann::json;
+
+constexpr std::int64_t kTokens = 400;
+constexpr std::int64_t kSteps = 6;
+
+// Two layers of unlike shape; keys and queries normal, importance log-normal and unrelated to them, so that sampling
+// has something to get wrong.
+std::string synthetic_recording() {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  const auto tensor = [&](DType type, std::vector<std::int64_t> shape, float scale, bool positive = false) {
+    std::int64_t count = 1;
+    for (const std::int64_t extent : shape) count *= extent;
+    std::vector<float> values(static_cast<std::size_t>(count));
+    for (float& value : values) value = positive ? std::exp(normal(random)) : scale * normal(random);
+    return make_tensor(type, std::move(shape), values);
+  };
+  SafeTensorsFile file;
+  for (const std::int64_t layer : {2, 5}) {
+    const std::int64_t kv_heads = layer == 2 ? 2 : 1;
+    const std::int64_t dim = 16;
+    const std::string prefix = "layers." + std::to_string(layer) + ".";
+    file.tensors[prefix + "key"] = tensor(DType::f16, {kv_heads, kTokens, dim}, 1.5f);
+    file.tensors[prefix + "value"] = tensor(DType::f16, {kv_heads, kTokens, dim}, 1);
+    file.tensors[prefix + "query"] = tensor(DType::f32, {kSteps, 4, dim}, 1.5f);
+    file.tensors[prefix + "new_key"] = tensor(DType::f16, {kSteps, kv_heads, dim}, 1.5f);
+    file.tensors[prefix + "new_value"] = tensor(DType::f16, {kSteps, kv_heads, dim}, 1);
+    for (const char* name : {"kvzip", "kvzip_mean", "h2o"}) {
+      file.tensors[prefix + "importance." + name] = tensor(DType::f32, {kv_heads, kTokens}, 1, true);
+    }
+  }
+  file.metadata = {{"model", "synthetic"}, {"prompt_tokens", std::to_string(kTokens)}};
+  return file.bytes();
+}
+
+Options parse(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "file");
+  const Parsed parsed = parse_options(arguments);
+  INFO(parsed.text);
+  REQUIRE(parsed.options.has_value());
+  return *parsed.options;
+}
+
+struct Run {
+  std::vector<Method> methods;
+  Measurement measurement;
+};
+
+Run run(const RecordedCache& cache, const Options& options) {
+  Run result;
+  result.methods = select_methods(options, cache);
+  result.measurement = measure(cache, options, result.methods, {});
+  return result;
+}
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// The message of the UsageError that f ends in.
+template <class F>
+std::string usage_error(F&& f) {
+  try {
+    f();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// No line too wide for the terminal, nothing that is not ASCII.
+void check_text(const std::string& text) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    INFO(line);
+    CHECK(line.size() <= kTableWidth);
+    for (const char c : line) CHECK((c >= ' ' && c <= '~'));
+  }
+}
+
+const std::vector<std::string> kRowFields{
+    "method", "layer", "keep", "epsilon", "delta", "risk", "probability", "sketch", "select", "fetch", "importance", "promise",
+    "tolerance", "resident_fraction", "fetched_fraction", "moved_fraction", "moved_tokens", "read_fraction",
+    "read_with_sketch_fraction", "fetching_share", "fetched_per_fetching", "failure_redraws", "failure_redraws_low",
+    "failure_redraws_high", "trials_redraws", "failure_redraws_worst_query", "failure_steps", "failure_steps_low",
+    "failure_steps_high", "trials", "failure_steps_unfetched", "trials_unfetched", "failure_steps_fetched",
+    "trials_fetched", "failure_any_head", "trials_any_head", "uncertified_share", "certificate_median", "certificate_p95",
+    "output_error_median", "output_error_p95", "output_error_worst", "step_ns", "dense_ns", "cache_bytes",
+    "resident_bytes", "sketch_bytes", "metadata_bytes", "host_bytes", "workspace_bytes", "fetched_bytes"};
+
+}  // namespace
+
+TEST_CASE("options are read", "[replay]") {
+  const Options standard = parse({});
+  CHECK(standard.file == "file");
+  CHECK(standard.keep == 0.0625);
+  CHECK(standard.delta == 0.1);
+  CHECK(standard.epsilon == verkv::FetchConfig{}.epsilon);
+  CHECK(standard.risk == verkv::FetchConfig{}.risk);
+  CHECK(standard.sketch == "2");
+  CHECK(standard.sink == 4);
+  CHECK(standard.local == 32);
+
+  // A rule that is named switches the others off.
+  const Options paper = parse({"--epsilon", "0.05"});
+  CHECK(paper.epsilon == 0.05);
+  CHECK(paper.risk == kOff);
+  const Options risk = parse({"--risk", "1e-4", "--epsilon", "off"});
+  CHECK(risk.epsilon == kOff);
+  CHECK(risk.risk == 1e-4);
+  const Options both = parse({"--risk=1e-5", "--epsilon=0.3"});
+  CHECK(both.epsilon == 0.3);
+  CHECK(both.risk == 1e-5);
+  const Options topk = parse({"--select", "topk"});
+  CHECK(topk.probability == 1e-3);
+  CHECK(topk.epsilon == kOff);
+  CHECK(topk.risk == kOff);
+
+  const Options other = parse({"--keep", "0.5", "--sketch", "exact", "--fetch", "never", "--order", "exact", "--pool",
+                               "sequence", "--layers", "5,2,5", "--cap", "off", "--simd", "scalar", "--threads", "3"});
+  CHECK(other.keep == 0.5);
+  CHECK(other.sketch == "exact");
+  CHECK(other.fetch == verkv::FetchMode::never);
+  CHECK(other.order == verkv::FetchOrder::exact);
+  CHECK(other.pool == verkv::Pool::sequence);
+  CHECK(other.layers == std::vector<std::int64_t>{2, 5});
+  CHECK(other.cap == kOff);
+  CHECK(!other.vector_code);
+  CHECK(other.threads == 3);
+}
+
+TEST_CASE("bad options give the exit code of usage and name value and limit", "[replay]") {
+  struct Case {
+    std::vector<std::string> arguments;
+    std::vector<std::string> says;
+  };
+  const std::vector<Case> cases{
+      {{}, {"FILE"}},
+      {{"file", "other"}, {"other"}},
+      {{"file", "--keep", "1.5"}, {"--keep", "1.5", "at most 1"}},
+      {{"file", "--keep", "0"}, {"--keep", "'0'", "above 0"}},
+      {{"file", "--keep", "-1"}, {"--keep", "-1", "above 0"}},
+      {{"file", "--keep", "nan"}, {"--keep", "nan"}},
+      {{"file", "--keep", "inf"}, {"--keep", "inf"}},
+      {{"file", "--keep", "off"}, {"--keep", "off"}},
+      {{"file", "--keep", "0.1x"}, {"--keep", "0.1x"}},
+      {{"file", "--keep"}, {"--keep"}},
+      {{"file", "--epsilon", "1"}, {"--epsilon", "'1'", "below 1", "off"}},
+      {{"file", "--epsilon", "0"}, {"--epsilon", "above 0"}},
+      {{"file", "--delta", "1"}, {"--delta", "'1'", "below 1"}},
+      {{"file", "--delta", "off"}, {"--delta", "off"}},
+      {{"file", "--risk", "0"}, {"--risk", "above 0", "off"}},
+      {{"file", "--risk", "inf"}, {"--risk", "inf"}},
+      {{"file", "--probability", "2"}, {"--probability", "below 1"}},
+      {{"file", "--cap", "0.5"}, {"--cap", "0.5", "1 or more"}},
+      {{"file", "--sketch", "5"}, {"--sketch", "'5'", "exact, 2, 3, 4, minmax"}},
+      {{"file", "--select", "best"}, {"--select", "best", "poisson, topk"}},
+      {{"file", "--fetch", "maybe"}, {"--fetch", "maybe", "verified, never, always"}},
+      {{"file", "--order", "size"}, {"--order", "exact, key"}},
+      {{"file", "--pool", "row"}, {"--pool", "head, layer, sequence"}},
+      {{"file", "--sink", "-1"}, {"--sink", "-1", "from 0"}},
+      {{"file", "--local", "1.5"}, {"--local", "1.5", "whole number"}},
+      {{"file", "--seeds", "0"}, {"--seeds", "'0'", "from 1 to 1000"}},
+      {{"file", "--redraws", "-2"}, {"--redraws", "-2"}},
+      {{"file", "--threads", "0"}, {"--threads", "from 1"}},
+      {{"file", "--steps", "99999999999999999999"}, {"--steps", "99999999999999999999"}},
+      {{"file", "--layers", "1,,2"}, {"--layers"}},
+      {{"file", "--layers", "-1"}, {"--layers", "-1"}},
+      {{"file", "--importance", ""}, {"--importance"}},
+      {{"file", "--json", ""}, {"--json"}},
+      {{"file", "--nonsense"}, {"--nonsense"}},
+      {{"file", "--epsilon", "off", "--risk", "off"}, {"--epsilon", "--risk", "off"}},
+      {{"file", "--compare", "--keep", "0.5"}, {"--compare", "--keep"}},
+      {{"file", "--compare", "--epsilon", "0.5"}, {"--compare", "--epsilon"}},
+  };
+  for (const Case& c : cases) {
+    std::string command;
+    for (const std::string& argument : c.arguments) command += argument + " ";
+    INFO(command);
+    const Parsed parsed = parse_options(c.arguments);
+    INFO(parsed.text);
+    CHECK(!parsed.options.has_value());
+    CHECK(parsed.exit_code == kExitUsage);
+    CHECK(!contains(parsed.text, "\n"));
+    for (const std::string& part : c.says) CHECK(contains(parsed.text, part));
+  }
+}
+
+TEST_CASE("the help explains each option", "[replay]") {
+  const Parsed parsed = parse_options({"--help"});
+  CHECK(!parsed.options.has_value());
+  CHECK(parsed.exit_code == 0);
+  check_text(parsed.text);
+  for (const char* option : {"--keep", "--epsilon", "--delta", "--risk", "--probability", "--sketch", "--select", "--fetch",
+                             "--order", "--importance", "--pool", "--sink", "--local", "--seeds", "--redraws", "--json",
+                             "--compare", "--layers", "--steps", "--threads", "--cap", "--simd", "KVzip"}) {
+    INFO(option);
+    CHECK(contains(parsed.text, option));
+  }
+}
+
+TEST_CASE("what the recording does not have is named with what it has", "[replay]") {
+  const TemporaryFile file("verkv-replay", synthetic_recording());
+  const RecordedCache cache = RecordedCache::load(file.path());
+  const std::string importance = usage_error([&] { select_methods(parse({"--importance", "gate"}), cache); });
+  CHECK(contains(importance, "gate"));
+  CHECK(contains(importance, "h2o, kvzip, kvzip_mean"));
+  const std::string layer = usage_error([&] { select_layers(parse({"--layers", "2,3"}), cache); });
+  CHECK(contains(layer, "3"));
+  CHECK(contains(layer, "2, 5"));
+  const std::string steps = usage_error([&] { select_steps(parse({"--steps", "7"}), cache); });
+  CHECK(contains(steps, "7"));
+  CHECK(contains(steps, "6"));
+
+  // A recording with neither of the usual scores.
+  SafeTensorsFile bare;
+  for (const char* part : {"key", "value"}) bare.tensors[std::string("layers.0.") + part] = make_tensor(DType::f16, {1, 2, 1}, {1, 1});
+  for (const char* part : {"query", "new_key", "new_value"}) bare.tensors[std::string("layers.0.") + part] = make_tensor(DType::f16, {1, 1, 1}, {1});
+  file.write(bare.bytes());
+  const RecordedCache without = RecordedCache::load(file.path());
+  CHECK(contains(usage_error([&] { select_methods(parse({}), without); }), "none"));
+  bare.tensors["layers.0.importance.h2o"] = make_tensor(DType::f16, {1, 2}, {1, 1});
+  file.write(bare.bytes());
+  const RecordedCache other = RecordedCache::load(file.path());
+  CHECK(contains(usage_error([&] { select_methods(parse({}), other); }), "h2o"));
+  CHECK(select_methods(parse({"--importance", "h2o"}), other).front().importance == "h2o");
+}
+
+TEST_CASE("a budget that covers everything reproduces dense attention", "[replay]") {
+  const TemporaryFile file("verkv-replay", synthetic_recording());
+  const RecordedCache cache = RecordedCache::load(file.path());
+  const Run result = run(cache, parse({"--keep", "1"}));
+  REQUIRE(result.measurement.rows.size() == 3);
+  for (const Row& row : result.measurement.rows) {
+    CHECK(row.method->name == "dense");
+    CHECK(row.output_error_worst < 1e-5);
+    CHECK(row.steps.failures == 0);
+    CHECK(row.steps.trials > 0);
+    CHECK(row.resident_fraction == 1);
+    CHECK(row.moved_fraction == 0);
+    CHECK(row.fetching_share == 0);
+  }
+  // So does fetching all that is missing.
+  const Run offload = run(cache, parse({"--fetch", "always", "--keep", "0.1"}));
+  CHECK(offload.measurement.rows.back().method->name == "dense_offload");
+  CHECK(offload.measurement.rows.back().output_error_worst < 1e-5);
+  CHECK(offload.measurement.rows.back().moved_fraction > 0.8);
+}
+
+TEST_CASE("with the exact sketch the promise holds over redraws", "[replay][statistical]") {
+  const TemporaryFile file("verkv-replay", synthetic_recording());
+  const RecordedCache cache = RecordedCache::load(file.path());
+  for (const std::vector<std::string>& rule :
+       {std::vector<std::string>{"--epsilon", "0.3"}, std::vector<std::string>{"--epsilon", "0.1"}, std::vector<std::string>{"--risk", "1e-3"}}) {
+    std::vector<std::string> arguments{"--sketch", "exact", "--keep", "0.25", "--local", "8", "--delta", "0.1", "--redraws", "200"};
+    arguments.insert(arguments.end(), rule.begin(), rule.end());
+    const Run result = run(cache, parse(arguments));
+    for (const Row& row : result.measurement.rows) {
+      CHECK(row.redraws.trials > 0);
+      // delta is an upper bound of each query's rate, and the bound is loose; a rate above it is a defect, not chance.
+      CHECK(row.redraws.value() <= 0.1);
+    }
+  }
+}
+
+TEST_CASE("measurements add up", "[replay]") {
+  const TemporaryFile file("verkv-replay", synthetic_recording());
+  const RecordedCache cache = RecordedCache::load(file.path());
+  const Run result = run(cache, parse({"--epsilon", "0.2", "--keep", "0.25", "--local", "8", "--seeds", "3", "--redraws", "5"}));
+  const std::vector<Row>& rows = result.measurement.rows;
+  REQUIRE(rows.size() == 3);
+  CHECK(rows[0].layer == 2);
+  CHECK(rows[1].layer == 5);
+  CHECK(!rows[2].layer.has_value());
+  const Row& all = rows[2];
+  CHECK(all.method->name == "certificate");
+  CHECK(all.steps.trials == rows[0].steps.trials + rows[1].steps.trials);
+  CHECK(all.steps.trials == all.steps_fetched.trials + all.steps_unfetched.trials);
+  CHECK(all.steps.failures == all.steps_fetched.failures + all.steps_unfetched.failures);
+  CHECK(all.steps.trials <= 3 * kSteps * 8);
+  CHECK(all.redraws.trials <= 5 * 4 * 8);
+  CHECK(all.any_head.trials == 3 * kSteps);
+  CHECK(all.cache_bytes == 2.0 * 32 * (2 + 1) * static_cast<double>(kTokens + kSteps));
+  for (const Row& row : rows) {
+    CHECK(row.moved_fraction <= row.fetched_fraction);
+    CHECK(row.fetched_fraction <= 1);
+    CHECK(row.certificate_p95 <= 0.2);
+    CHECK(row.resident_fraction > 0.1);
+    CHECK(row.resident_fraction < 0.4);
+    CHECK(row.output_error_median <= row.output_error_p95);
+    CHECK(row.output_error_p95 <= row.output_error_worst);
+    CHECK(row.step_ns > 0);
+    CHECK(row.dense_ns > 0);
+  }
+
+  // Neither threads nor instruction sets change what is measured, but for the times.
+  for (const std::vector<std::string>& other : {std::vector<std::string>{"--threads", "1"}, std::vector<std::string>{"--threads", "7"}, std::vector<std::string>{"--simd", "scalar"}}) {
+    std::vector<std::string> arguments{"--epsilon", "0.2", "--keep", "0.25", "--local", "8", "--seeds", "3", "--redraws", "5"};
+    arguments.insert(arguments.end(), other.begin(), other.end());
+    const Row again = run(cache, parse(arguments)).measurement.rows.back();
+    CHECK(again.fetched_fraction == all.fetched_fraction);
+    CHECK(again.fetched_per_fetching == all.fetched_per_fetching);
+    CHECK(std::fabs(again.output_error_median - all.output_error_median) < 1e-5 * (1 + all.output_error_median));
+  }
+
+  // One pool over the sequence: one manager, bytes known for all layers together only.
+  const Run pooled = run(cache, parse({"--risk", "1e-3", "--pool", "sequence", "--keep", "0.25"}));
+  CHECK(std::isnan(pooled.measurement.rows[0].resident_bytes));
+  CHECK(pooled.measurement.rows[2].resident_bytes > 0);
+  CHECK(pooled.measurement.rows[0].moved_fraction >= 0);
+}
+
+TEST_CASE("the JSON has every field for every method", "[replay]") {
+  const TemporaryFile file("verkv-replay", synthetic_recording());
+  const RecordedCache cache = RecordedCache::load(file.path());
+  const Options options = parse({"--compare", "--local", "8", "--redraws", "4"});
+  const Run result = run(cache, options);
+  const Json report = Json::parse(json_report(cache, options, result.measurement));
+  CHECK(report.at("settings").at("prompt_tokens") == kTokens);
+  CHECK(report.at("settings").at("steps") == kSteps);
+  const Json& rows = report.at("rows");
+  REQUIRE(rows.size() == 3 * (2 + 3 * 9));
+  std::map<std::string, int> methods;
+  for (const Json& row : rows) {
+    ++methods[row.at("method").get<std::string>()];
+    for (const std::string& field : kRowFields) {
+      INFO(field);
+      CHECK(row.contains(field));
+    }
+    CHECK((row.at("layer") == "all" || row.at("layer") == 2 || row.at("layer") == 5));
+    CHECK(row.at("output_error_median").is_number());
+  }
+  CHECK(methods == std::map<std::string, int>{{"dense", 3}, {"dense_offload", 3}, {"topk", 9}, {"topk_fetch", 9}, {"poisson", 9}, {"certificate", 27}, {"risk", 27}});
+  for (const Json& row : rows) {
+    const std::string method = row.at("method");
+    CHECK(row.at("epsilon").is_null() == (method != "certificate"));
+    CHECK(row.at("risk").is_null() == (method != "risk"));
+    CHECK(row.at("failure_redraws").is_null() == !(method == "certificate" || method == "risk" || method == "poisson"));
+    if (method == "dense" || method == "dense_offload") CHECK(row.at("output_error_worst") < 1e-5);
+    if (method == "dense_offload") {
+      CHECK(row.at("keep") == 0);
+      CHECK(row.at("moved_fraction") > 0.98);
+    }
+    if (method == "topk" || method == "poisson") CHECK(row.at("moved_fraction") == 0);
+    if (method == "topk" || method == "topk_fetch") {
+      CHECK(row.at("importance") == "kvzip");
+    } else if (method != "dense_offload") {
+      CHECK(row.at("importance") == "kvzip_mean");
+    }
+  }
+
+  check_text(heading(cache, options, result.methods));
+  check_text(table(result.measurement, options));
+  check_text(legend(result.measurement, options));
+  check_text(conclusion(result.measurement, options));
+  CHECK(contains(conclusion(result.measurement, options), "At 16x"));
+  Options by_layer = options;
+  by_layer.by_layer = true;
+  check_text(table(result.measurement, by_layer));
+  CHECK(contains(table(result.measurement, by_layer), "layer 5"));
+
+  const Options single = parse({"--risk", "1e-3", "--keep", "0.25"});
+  const Run one = run(cache, single);
+  check_text(heading(cache, single, one.methods));
+  check_text(table(one.measurement, single));
+  check_text(legend(one.measurement, single));
+  check_text(conclusion(one.measurement, single));
+}
+
+TEST_CASE("a JSON file is written whole or not at all", "[replay]") {
+  const TemporaryFile file("verkv-replay-json", "old");
+  write_file(file.path(), "new text");
+  std::ifstream in(file.path());
+  std::string text;
+  std::getline(in, text);
+  CHECK(text == "new text");
+  CHECK_NOTHROW(check_writable(file.path()));
+  // Nothing is left beside it.
+  const std::filesystem::path path = file.path();
+  for (const auto& entry : std::filesystem::directory_iterator(path.parent_path())) {
+    const std::string name = entry.path().filename().string();
+    CHECK((name == path.filename().string() || name.rfind(path.filename().string(), 0) != 0));
+  }
+  CHECK(contains(usage_error([] { check_writable("/nonexistent/folder/out.json"); }), "/nonexistent/folder/out.json"));
+  CHECK(contains(usage_error([&] { check_writable(path.parent_path().string()); }), "directory"));
+  CHECK_THROWS_AS(write_file("/nonexistent/folder/out.json", "x"), verkv::Error);
+}
+
+TEST_CASE("statistics", "[replay]") {
+  std::vector<double> values{5, 1, 4, 2, 3};
+  CHECK(quantile(values, 0.5) == 3);
+  CHECK(quantile(values, 0.95) == 5);
+  CHECK(quantile(values, 1) == 5);
+  CHECK(quantile(values, 0.2) == 1);
+  std::vector<double> none;
+  CHECK(std::isnan(quantile(none, 0.5)));
+  // Wilson's interval for 10 of 100 (Brown, Cai and DasGupta 2001, formula 4).
+  const Interval interval = wilson_interval({10, 100});
+  CHECK(std::fabs(interval.low - 0.05522914) < 1e-6);
+  CHECK(std::fabs(interval.high - 0.17436566) < 1e-6);
+  CHECK(wilson_interval({0, 50}).low == 0);
+  CHECK(wilson_interval({50, 50}).high == 1);
+  CHECK(std::isnan(wilson_interval({0, 0}).low));
+  CHECK(rate_label(0.0625) == "16x");
+  CHECK(rate_label(1) == "1x");
+  CHECK(rate_label(0.3) == "keep 0.3");
+  CHECK(price_label(1e-4) == "1e-4");
+  CHECK(price_label(3.5e-5) == "3.5e-5");
+}
+
+#if defined(VERKV_TEST_REPLAY_PROGRAM) && defined(__unix__)
+
+namespace {
+
+// Exit code and standard error of the program.
+struct Outcome {
+  int exit_code = -1;
+  std::string errors;
+};
+
+Outcome run_program(const std::string& arguments) {
+  const TemporaryFile errors("verkv-replay-errors");
+  const std::string command = "'" VERKV_TEST_REPLAY_PROGRAM "' " + arguments + " >/dev/null 2>'" + errors.path() + "'";
+  const int status = std::system(command.c_str());
+  std::ifstream in(errors.path());
+  std::stringstream text;
+  text << in.rdbuf();
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, text.str()};
+}
+
+std::ptrdiff_t lines(const std::string& text) { return std::count(text.begin(), text.end(), '\n'); }
+
+}  // namespace
+
+TEST_CASE("the program reports by exit code and one line", "[replay]") {
+  const TemporaryFile recording("verkv-replay", synthetic_recording());
+  const TemporaryFile broken("verkv-replay", synthetic_recording().substr(0, 5000));
+  const TemporaryFile out("verkv-replay-out");
+  CHECK(run_program("--help").exit_code == 0);
+  const Outcome good = run_program("'" + recording.path() + "' --redraws 2 --json '" + out.path() + "'");
+  INFO(good.errors);
+  CHECK(good.exit_code == 0);
+  std::ifstream in(out.path());
+  CHECK(Json::parse(in).at("rows").size() == 3);
+
+  const std::vector<std::pair<std::string, int>> bad{
+      {"", 2},
+      {"--keep 2 '" + recording.path() + "'", 2},
+      {"--importance gate '" + recording.path() + "'", 2},
+      {"--layers 9 '" + recording.path() + "'", 2},
+      {"--json /nonexistent/out.json '" + recording.path() + "'", 2},
+      {"/nonexistent/file", 1},
+      {"'" + broken.path() + "'", 1}};
+  for (const auto& [arguments, code] : bad) {
+    const Outcome outcome = run_program(arguments);
+    INFO(arguments);
+    INFO(outcome.errors);
+    CHECK(outcome.exit_code == code);
+    CHECK(lines(outcome.errors) == 1);
+    CHECK(contains(outcome.errors, "verkv_replay: "));
+  }
+}
+
+#endif
