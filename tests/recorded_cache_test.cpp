@@ -26,6 +26,8 @@ using Json = nlohmann::json;
 std::string example_path() {
 #if defined(VERKV_EXAMPLE_CACHE)
   return VERKV_EXAMPLE_CACHE;
+#elif defined(VERKV_TEST_DATA_DIR)
+  return VERKV_TEST_DATA_DIR "/essays-4k-small.safetensors";
 #else
   const std::string here = __FILE__;
   return here.substr(0, here.find_last_of('/') + 1) + "../examples/data/essays-4k-small.safetensors";

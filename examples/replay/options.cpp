@@ -334,7 +334,7 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
                            "Estimate of all logits", "2");
   reader.word<FetchOrder>("--order", options.order, {{"exact", FetchOrder::exact}, {"key", FetchOrder::key}}, "Order of fetching",
                           "key");
-  reader.integer("--shortlist", options.shortlist, 0, 1'000'000, "With --order key: leading tokens put in exact order", "128");
+  reader.integer("--shortlist", options.shortlist, 0, 1'000'000, "With --order key: leading tokens put in exact order (slow)", "0");
   reader.number("--cap", options.cap, {1, true, kOff, false, true}, "Bound on the weight of drawn tokens", "2");
   reader.text("--importance", options.importance, "NAME", "Score of the tokens", "kvzip_mean; for top-k kvzip");
   reader.word<Pool>("--pool", options.pool, {{"head", Pool::head}, {"layer", Pool::layer}, {"sequence", Pool::sequence}},

@@ -39,7 +39,7 @@ struct Options {
   Selection select = Selection::poisson;
   FetchMode fetch = FetchMode::verified;
   FetchOrder order = FetchOrder::key;
-  std::int64_t shortlist = 128;
+  std::int64_t shortlist = 0;
   std::string importance;           // empty: kvzip_mean for sampling, kvzip for top-k
   Pool pool = Pool::head;
   std::int64_t sink = 4;

@@ -214,9 +214,10 @@ std::string heading(const RecordedCache& cache, const Options& options, const st
   if (options.compare) {
     std::string sampled, largest;
     for (const Method& method : methods) (method.random ? sampled : largest) = method.importance;
-    text += fmt::format(
-        "  compare all methods at 8x, 16x, 32x: {}, delta {:g}, a budget per {}, importance {} ({} for top-k)\n\n",
-        sketch_word(options.sketch), options.delta, word(options.pool), printable(sampled, 30), printable(largest, 30));
+    text += fmt::format("  compare all methods at 8x, 16x, 32x: {}, delta {:g}, a budget per {}\n"
+                        "          importance {}, for top-k {}\n\n",
+                        sketch_word(options.sketch), options.delta, word(options.pool), printable(sampled, 40),
+                        printable(largest, 40));
   } else {
     const Method& method = methods.front();
     text += fmt::format("  method  {}: {}; {}, delta {:g}, a budget per {}, importance {}\n\n", rate_label(method.config.keep),
@@ -297,17 +298,17 @@ std::string conclusion(const Measurement& measurement, const Options& options) {
   const Row* bare = find_row(measurement, "topk", 1.0 / 16, kOff, kOff);
   if (risk == nullptr || paper == nullptr || bare == nullptr) return "";
   std::string text = fmt::format(
-      "\nAt 16x, top-k without fetching is off by {} % (median error of the output; 95 %: {} %). The paper's rule at\n"
-      "eps 0.05 brings that to {} % (95 %: {} %) and moves {} % of the cache in a step; risk 1e-4 to {} % (95 %: {} %)\n"
-      "and moves {} %",
+      "\nAt 16x, top-k without fetching is off by {} % (median error of the output; 95 %: {} %).\n"
+      "The paper's rule at eps 0.05 brings that to {} % (95 %: {} %) and moves {} % of the cache in a step,\n"
+      "risk 1e-4 to {} % (95 %: {} %) and moves {} %",
       percent(bare->output_error_median), percent(bare->output_error_p95), percent(paper->output_error_median),
       percent(paper->output_error_p95), percent(paper->moved_fraction), percent(risk->output_error_median),
       percent(risk->output_error_p95), percent(risk->moved_fraction));
   if (risk->moved_fraction > 0) {
     text += fmt::format(" ({} times less)", short_number(paper->moved_fraction / risk->moved_fraction));
   }
-  text += fmt::format(".\nD missed what eps 0.05 promised in {} decisions ({} %; at most {:g} % may miss)", of_trials(paper->steps),
-                      percent(paper->steps.value()), 100 * options.delta);
+  text += fmt::format(".\nD missed what eps 0.05 promised in {} decisions ({} %; {:g} % may)",
+                      of_trials(paper->steps), percent(paper->steps.value()), 100 * options.delta);
   if (paper->redraws.trials > 0) text += fmt::format(", {} % of redraws", percent(paper->redraws.value()));
   return text + ".\n";
 }

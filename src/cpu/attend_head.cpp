@@ -267,6 +267,7 @@ class Step {
     for (int h = 0; h < group_; ++h) {
       HeadState& s = state(h);
       s.threshold = {none, 0};
+      s.marked = false;
       if (!s.computable || !certify || s.bound <= fetch_.epsilon) continue;
       any = true;
       s.threshold = uses_exact_order(fetch_) ? exact_threshold(h) : searched_threshold(h);
@@ -315,10 +316,31 @@ class Step {
     const std::size_t k = certified_prefix<double>(w, rho, order, s.denominator, log_term_, fetch_.epsilon / kOutward,
                                                    std::span(ws_.exact_scratch).subspan(0, n),
                                                    std::span(ws_.exact_scratch).subspan(n, n));
-    for (std::size_t i = 0; i < k; ++i) ws_.mark[ws_.exact_index[order[i]]] = 1;
-    marked_ = marked_ || k > 0;
-    step_.query_reports[h].planned_tokens += static_cast<std::int64_t>(k);
+    // What the other rules ask for joins here: a token that two rules want is planned once.
+    const float price = price_of(h);
+    const float floor = weight_floor(h);
+    for (std::size_t p = 0; p < n; ++p) {
+      const std::uint32_t i = ws_.exact_index[order[p]];
+      const float x = weight(h)[i];
+      const bool wanted = p < k || x > floor || fetch_key(x, to_float(store_.odds()[i]), s.beta) > price;
+      if (!wanted) continue;
+      ws_.mark[i] = 1;
+      ++step_.query_reports[h].planned_tokens;
+    }
+    state(h).marked = true;
+    marked_ = true;
     return {std::numeric_limits<float>::infinity(), 0};
+  }
+
+  // Keys above it are worth their transfer under the risk rule; infinite where the rule is off.
+  float price_of(int h) {
+    const double d = state(h).denominator;
+    return static_cast<float>(std::min(fetch_.risk * d * d, static_cast<double>(std::numeric_limits<float>::max())));
+  }
+
+  float weight_floor(int h) {
+    if (fetch_.probability == kOff) return std::numeric_limits<float>::infinity();
+    return static_cast<float>(fetch_.probability * state(h).denominator);
   }
 
   // One pass over all tokens: those above the lower of the certificate's threshold and the price of risk.
@@ -335,16 +357,16 @@ class Step {
         beta[at(h)] = s.beta;
         key[at(h)] = s.threshold.key;
         floor[at(h)] = std::numeric_limits<float>::infinity();
-        if (!s.computable) {
+        if (!s.computable || s.marked) {
           key[at(h)] = std::numeric_limits<float>::infinity();
           continue;
         }
-        const double price = fetch_.risk * s.denominator * s.denominator;
-        if (price < static_cast<double>(key[at(h)])) {
-          key[at(h)] = static_cast<float>(price);
+        const float price = price_of(first + h);
+        if (price < key[at(h)]) {
+          key[at(h)] = price;
           s.threshold.ties = 0;
         }
-        if (fetch_.probability != kOff) floor[at(h)] = static_cast<float>(fetch_.probability * s.denominator);
+        floor[at(h)] = weight_floor(first + h);
         ties = ties || s.threshold.ties > 0;
       }
       if (group_ <= kMaxHeads && !ties && !marked_) {
@@ -357,7 +379,7 @@ class Step {
             kernels_.select_tokens(weight(first), weight_stride_, store_.odds(), compressed_, heads, beta.data(),
                                    key.data(), floor.data(), ws_.moved.data(), planned.data());
         for (std::int64_t i = 0; i < found; ++i) ws_.mark[ws_.moved[static_cast<std::size_t>(i)]] = 1;
-        for (int h = 0; h < heads; ++h) planned[at(h)] += mark_ties(first + h);
+        for (int h = 0; h < heads; ++h) planned[at(h)] += mark_ties(first + h, floor[at(h)]);
         marked_ = true;
       }
       for (int h = 0; h < heads; ++h) step_.query_reports[first + h].planned_tokens += planned[at(h)];
@@ -372,16 +394,19 @@ class Step {
     marked_ = false;
   }
 
-  std::int64_t mark_ties(int h) {
+  // Returns how many of them have not been counted for their weight already.
+  std::int64_t mark_ties(int h, float floor) {
     const FetchThreshold& threshold = state(h).threshold;
     std::int64_t left = threshold.ties;
+    std::int64_t counted = 0;
     for (std::int64_t i = 0; i < compressed_ && left > 0; ++i) {
       const float w = weight(h)[i];
       if (!(w > 0) || fetch_key(w, to_float(store_.odds()[i]), state(h).beta) != threshold.key) continue;
       ws_.mark[static_cast<std::size_t>(i)] = 1;
       --left;
+      counted += !(w > floor);
     }
-    return threshold.ties - left;
+    return counted;
   }
 
   // Keeps the tokens with the largest share of any head's relative variance.

@@ -23,6 +23,7 @@ struct HeadState {
   float beta = 0;
   double bound = 0;           // certificate, enlarged outward
   FetchThreshold threshold;
+  bool marked = false;        // its whole plan is in the marks (exact order)
   float attention_shift = 0;
   double estimate = 0;        // D_hat, relative to attention_shift
 };

@@ -10,8 +10,8 @@ namespace verkv::cpu {
 namespace {
 
 // Few enough to be sorted and tried one by one.
-constexpr std::int64_t kFew = 256;
-constexpr std::size_t kSamples = 63;
+constexpr std::int64_t kFew = 64;
+constexpr std::size_t kSamples = 31;
 
 struct Evaluation {
   float beta = 0;
@@ -31,19 +31,12 @@ class Search {
 
   FetchThreshold run() {
     // Invariant: keeping the keys <= good_ certifies (nothing at first), keeping those <= bad_ does not.
-    for (;;) {
+    for (bool first = true;; first = false) {
       const std::int64_t open = count_open();
       if (open <= kFew) break;
-      const float pivot = choose_pivot();
+      const float pivot = choose_pivot(open, first);
       if (!(pivot > good_ && pivot < bad_)) break;  // all open keys are equal
-      const Evaluation at = evaluate(pivot);
-      if (at.bound <= epsilon_) {
-        good_ = pivot;
-        beta_low_ = at.beta;
-      } else {
-        bad_ = pivot;
-        beta_high_ = at.beta;
-      }
+      narrow(pivot);
       kernels_.plan_compact(plan_, bad_, good_, beta_low_, beta_high_, base_);
     }
     return finish();
@@ -53,32 +46,55 @@ class Search {
   bool open(std::int64_t i) const { return plan_.key[i] > good_ && plan_.key[i] <= bad_; }
 
   std::int64_t count_open() const {
-    std::int64_t count = 0;
-    for (std::int64_t i = 0; i < plan_.count; ++i) count += open(i);
+    const float* key = plan_.key;
+    const float good = good_;
+    const float bad = bad_;
+    std::int32_t count = 0;
+    for (std::int64_t i = 0; i < plan_.count; ++i) {
+      count += static_cast<std::int32_t>(key[i] > good) & static_cast<std::int32_t>(key[i] <= bad);
+    }
     return count;
   }
 
-  // The median of an evenly spaced sample of open keys, moved below bad_ where ties at bad_ are many.
-  float choose_pivot() const {
+  // Moves one end of the bracket to `threshold`.
+  void narrow(float threshold) {
+    const Evaluation at = evaluate(threshold);
+    if (at.bound <= epsilon_) {
+      good_ = threshold;
+      beta_low_ = at.beta;
+    } else {
+      bad_ = threshold;
+      beta_high_ = at.beta;
+    }
+  }
+
+  // From an evenly spaced sample of open keys: at first the key up to which their variances, where lambda = 1, would
+  // fill the larger part of the bound; then the median.
+  float choose_pivot(std::int64_t open_count, bool first) const {
     std::array<float, kSamples> sample{};
     std::size_t found = 0;
     const std::int64_t step = std::max<std::int64_t>(1, plan_.count / static_cast<std::int64_t>(kSamples));
     for (std::int64_t i = 0; i < plan_.count && found < kSamples; i += step) {
       if (open(i)) sample[found++] = plan_.key[i];
     }
-    // A sample that missed every open token, or saw only the ties at bad_: look at all of them.
-    float below = good_;
     if (found > 0) {
       std::sort(sample.begin(), sample.begin() + static_cast<std::ptrdiff_t>(found));
-      const float median = sample[found / 2];
-      if (median < bad_) return median;
+      std::size_t at = found / 2;
+      if (first) {
+        const double wanted = 0.18 * epsilon_ * epsilon_ * denominator_ * denominator_ / log_term_;
+        const double each = static_cast<double>(open_count) / static_cast<double>(found);
+        double variance = 0;
+        at = 0;
+        while (at + 1 < found && (variance += each * static_cast<double>(sample[at])) < wanted) ++at;
+      }
+      if (sample[at] < bad_) return sample[at];
     }
+    // The sample missed every open token, or saw only the ties at bad_: look at all of them.
+    float below = good_;
     for (std::int64_t i = 0; i < plan_.count; ++i) {
       if (open(i) && plan_.key[i] < bad_) below = std::max(below, plan_.key[i]);
     }
-    if (below > good_) return below;
-    // Every open key equals bad_. If the settled ones have not been tried yet, one evaluation settles whether any is needed.
-    return good_;
+    return below;
   }
 
   double bound_of(double beta, double variance, double jump) const {
@@ -104,65 +120,65 @@ class Search {
     return result;
   }
 
-  // Moves the open tokens, sorted by the order, to the front and tries how many of them must go.
+  // Few open keys, or many equal ones: tries them in order, then how many of a group of ties must go.
   FetchThreshold finish() {
-    std::int64_t candidates = 0;
+    std::array<float, kFew> key{};
+    std::size_t distinct = 0;
     for (std::int64_t i = 0; i < plan_.count; ++i) {
-      if (!open(i)) continue;
-      swap(i, candidates);
-      ++candidates;
+      if (!open(i) || std::find(key.begin(), key.begin() + distinct, plan_.key[i]) != key.begin() + distinct) continue;
+      key[distinct++] = plan_.key[i];
     }
-    sort(candidates);
-    // Keys above bad_ were dropped by plan_compact, or there were none; what is left beyond the candidates is kept.
-    std::int64_t bad = 0;
-    std::int64_t good = candidates;
-    while (good - bad > 1) {
-      const std::int64_t middle = bad + (good - bad) / 2;
-      (bound_without(middle) <= epsilon_ ? good : bad) = middle;
+    // Only where rounding makes two evaluations of one set disagree at the border.
+    if (distinct == 0) return {good_, 0};
+    std::sort(key.begin(), key.begin() + static_cast<std::ptrdiff_t>(distinct));
+    // key[tied] is the smallest open key that cannot be kept altogether: the largest one is known to be such.
+    std::size_t low = 0;
+    std::size_t tied = distinct - 1;
+    while (low < tied) {
+      const std::size_t middle = low + (tied - low) / 2;
+      narrow(key[middle]);
+      if (good_ == key[middle]) {
+        low = middle + 1;
+      } else {
+        tied = middle;
+      }
     }
     FetchThreshold result;
-    if (good == candidates) {
-      result.key = good_;
-      return result;
+    result.key = good_;
+    bad_ = key[tied];
+    const std::int64_t ties = gather_ties();
+    if (ties > 1) {
+      std::int64_t bad = 0;
+      std::int64_t good = ties;
+      while (good - bad > 1) {
+        const std::int64_t middle = bad + (good - bad) / 2;
+        (bound_without_ties(middle, ties) <= epsilon_ ? good : bad) = middle;
+      }
+      if (good < ties) {
+        result.key = bad_;
+        result.ties = good;
+      }
     }
-    result.key = plan_.key[good];
-    for (std::int64_t i = 0; i < good; ++i) result.ties += plan_.key[i] == result.key;
     return result;
   }
 
-  void swap(std::int64_t a, std::int64_t b) {
-    std::swap(plan_.weight[a], plan_.weight[b]);
-    std::swap(plan_.odds[a], plan_.odds[b]);
-    std::swap(plan_.key[a], plan_.key[b]);
-    std::swap(plan_.position[a], plan_.position[b]);
-  }
-
-  bool before(std::int64_t a, std::int64_t b) const {
-    return plan_.key[a] != plan_.key[b] ? plan_.key[a] > plan_.key[b] : plan_.position[a] < plan_.position[b];
-  }
-
-  // Heap sort of the first n entries of four parallel arrays, in place.
-  void sort(std::int64_t n) {
-    const auto sift = [this](std::int64_t root, std::int64_t end) {
-      for (;;) {
-        std::int64_t child = 2 * root + 1;
-        if (child >= end) return;
-        if (child + 1 < end && before(child, child + 1)) ++child;
-        if (!before(root, child)) return;
-        swap(root, child);
-        root = child;
-      }
-    };
-    for (std::int64_t i = n / 2; i-- > 0;) sift(i, n);
-    for (std::int64_t end = n - 1; end > 0; --end) {
-      swap(0, end);
-      sift(0, end);
+  // Moves the tokens with key bad_ to the front of the plan, by position, and returns their number.
+  std::int64_t gather_ties() {
+    std::int64_t ties = 0;
+    for (std::int64_t i = 0; i < plan_.count; ++i) {
+      if (plan_.key[i] != bad_) continue;
+      std::swap(plan_.weight[i], plan_.weight[ties]);
+      std::swap(plan_.odds[i], plan_.odds[ties]);
+      std::swap(plan_.key[i], plan_.key[ties]);
+      std::swap(plan_.position[i], plan_.position[ties]);
+      ++ties;
     }
+    return ties;
   }
 
-  // The bound when the first k candidates are fetched: scalar, in double.
-  double bound_without(std::int64_t k) const {
-    const auto kept = [&](std::int64_t i) { return i >= k && plan_.key[i] <= bad_; };
+  // The bound when the first k of the ties at the front are fetched and all larger keys: scalar, in double.
+  double bound_without_ties(std::int64_t k, std::int64_t ties) const {
+    const auto kept = [&](std::int64_t i) { return i < ties ? i >= k : plan_.key[i] <= good_; };
     const float solved = newton_beta(beta_low_, [&](float beta) {
       double weight = base_.in_weight;
       double odds = base_.in_odds;

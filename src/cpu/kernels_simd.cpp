@@ -14,6 +14,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/kernels_simd.cpp"
 #include <hwy/foreach_target.h>
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -201,9 +202,13 @@ HWY_INLINE void fold(const VF (&acc)[kCount][kParts], float* out) {
         v[i] = hn::Add(hn::Add(acc[at][0], acc[at][2]), hn::Add(acc[at][1], acc[at][3]));
       }
     });
-    alignas(64) float sums[kN];
-    hn::Store(fold_tree<kN / 2>(v), df, sums);
-    unroll<kPadded>([&](auto i) VERKV_LAMBDA { out[i] = sums[i * (kN / kPadded)]; });
+    if constexpr (kPadded == kN) {
+      hn::StoreU(fold_tree<kN / 2>(v), df, out);
+    } else {
+      alignas(64) float sums[kN];
+      hn::Store(fold_tree<kN / 2>(v), df, sums);
+      unroll<kPadded>([&](auto i) VERKV_LAMBDA { out[i] = sums[i * (kN / kPadded)]; });
+    }
   }
 }
 
@@ -261,12 +266,33 @@ HWY_INLINE VF load(const Half* p) {
   return hn::PromoteTo(df, hn::LoadU(df16, reinterpret_cast<const hwy::float16_t*>(p)));
 }
 
-// The first `rest` of 16 elements, 0 after them.
+// The first `rest` of 16 elements, 0 after them. Reads no others.
 template <class T>
 HWY_INLINE void load_first(const T* p, int rest, VF (&out)[kParts]) {
+#if HWY_MAX_BYTES == 64
+  if constexpr (sizeof(T) == 2) {
+    const auto mask = hn::FirstN(du16, static_cast<std::size_t>(rest));
+    const auto bits = hn::MaskedLoad(mask, du16, reinterpret_cast<const std::uint16_t*>(p));
+    if constexpr (std::is_same_v<T, Half>) {
+      out[0] = hn::PromoteTo(df, hn::BitCast(hn::Rebind<hwy::float16_t, DF>(), bits));
+    } else {
+      out[0] = hn::BitCast(df, hn::ShiftLeft<16>(hn::PromoteTo(du32, bits)));
+    }
+  } else {
+    out[0] = hn::MaskedLoad(first_lanes(rest, 0), df, p);
+  }
+#else
   T copy[kLanes] = {};
   std::memcpy(copy, p, static_cast<std::size_t>(rest) * sizeof(T));
   unroll<kParts>([&](auto part) VERKV_LAMBDA { out[part] = load(copy + part * kN); });
+#endif
+}
+
+// Rows of a list lie anywhere, so the machine does not load them ahead by itself.
+template <class T>
+HWY_INLINE void prefetch(const T* p, int elements) {
+  constexpr int kLine = 64 / static_cast<int>(sizeof(T));
+  for (int j = 0; j < elements; j += kLine) hwy::Prefetch(p + j);
 }
 
 template <class T, int kHeads>
@@ -284,6 +310,11 @@ void dot_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t coun
       const std::int64_t at = i + r < count ? i + r : count - 1;
       row[r] = data + (index != nullptr ? std::int64_t{index[at]} : at) * rows.stride;
     });
+    if (index != nullptr && i + 3 * kRows <= count) {
+      for (std::int64_t r = i + 2 * kRows; r < i + 3 * kRows; ++r) {
+        prefetch(data + std::int64_t{index[r]} * rows.stride, rows.dim);
+      }
+    }
     VF acc[kHeads * kRows][kParts];
     zero(acc);
     for (int j = 0; j < whole; j += kLanes) {
@@ -350,6 +381,7 @@ void dot_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, 
 template <class T, int kHeads, int kVectors>
 void add_weighted(const Rows& rows, const std::uint32_t* index, std::int64_t begin, std::int64_t end,
                   const float* c, std::int64_t c_stride, int j, float* out, std::int64_t out_stride) {
+  constexpr std::int64_t kAhead = 8;
   const T* data = static_cast<const T*>(rows.data) + j;
   VF acc[kHeads][kVectors];
   unroll<kHeads>([&](auto h) VERKV_LAMBDA {
@@ -357,6 +389,9 @@ void add_weighted(const Rows& rows, const std::uint32_t* index, std::int64_t beg
   });
   for (std::int64_t i = begin; i < end; ++i) {
     const T* row = data + (index != nullptr ? std::int64_t{index[i]} : i) * rows.stride;
+    if (index != nullptr && i + kAhead < end) {
+      prefetch(data + std::int64_t{index[i + kAhead]} * rows.stride, kVectors * kN);
+    }
     VF factor[kHeads];
     unroll<kHeads>([&](auto h) VERKV_LAMBDA { factor[h] = hn::Set(df, c[h * c_stride + i]); });
     unroll<kVectors>([&](auto k) VERKV_LAMBDA {
