@@ -1,6 +1,6 @@
-// The dense attention that a step is measured against: online softmax over blocks that stay in the L2 cache
-// between their two uses, all query heads of a group together, with the library's own kernels at the same
-// instruction set.
+// The dense attention that a step is measured against: online softmax over blocks that stay in the
+// L2 cache between their two uses, all query heads of a group together, with the library's own
+// kernels at the same instruction set.
 #ifndef VERKV_BENCH_DENSE_HPP
 #define VERKV_BENCH_DENSE_HPP
 
@@ -53,7 +53,8 @@ class DenseAttention {
         const std::int64_t count = std::min(kBlock, head.tokens - begin);
         const cpu::Rows keys = from(head.keys, begin);
         const cpu::Rows values = from(head.values, begin);
-        kernels_.dot_rows(keys, nullptr, count, query_.data(), heads, stride, logit_.data(), kBlock);
+        kernels_.dot_rows(keys, nullptr, count, query_.data(), heads, stride, logit_.data(),
+                          kBlock);
         for (int h = 0; h < heads; ++h) {
           const float top = std::max(shift[at(h)], largest(logit_.data() + h * kBlock, count));
           if (!(top > shift[at(h)])) continue;
@@ -62,9 +63,11 @@ class DenseAttention {
           sum[at(h)] *= static_cast<double>(factor);
           shift[at(h)] = top;
         }
-        kernels_.weights(logit_.data(), kBlock, no_odds_.data(), count, heads, shift.data(), block_sum.data());
+        kernels_.weights(logit_.data(), kBlock, no_odds_.data(), count, heads, shift.data(),
+                         block_sum.data());
         for (int h = 0; h < heads; ++h) sum[at(h)] += block_sum[at(h)];
-        kernels_.weighted_rows(values, nullptr, count, logit_.data(), heads, kBlock, out, head.values.dim);
+        kernels_.weighted_rows(values, nullptr, count, logit_.data(), heads, kBlock, out,
+                               head.values.dim);
       }
       for (int h = 0; h < heads; ++h) {
         const float norm = static_cast<float>(1 / sum[at(h)]);
@@ -88,7 +91,8 @@ class DenseAttention {
     lane.fill(-std::numeric_limits<float>::infinity());
     std::int64_t i = 0;
     for (; i + cpu::kLanes <= count; i += cpu::kLanes) {
-      for (int l = 0; l < cpu::kLanes; ++l) lane[at(l)] = x[i + l] > lane[at(l)] ? x[i + l] : lane[at(l)];
+      for (int l = 0; l < cpu::kLanes; ++l)
+        lane[at(l)] = x[i + l] > lane[at(l)] ? x[i + l] : lane[at(l)];
     }
     for (; i < count; ++i) lane[0] = std::max(lane[0], x[i]);
     return *std::max_element(lane.begin(), lane.end());

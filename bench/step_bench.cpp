@@ -1,8 +1,9 @@
 // The whole verified step through KvCacheManager::attend against blocked dense attention.
 //
-// Both are timed alternately in one loop, so that a busy machine slows both, and the figures are medians over
-// the loop. No speed is printed without its quality and its traffic: one line a case has the ratio, ns per cached token (and KV
-// head), bytes read, tokens moved and the errors of D and of the output against the dense result.
+// Both are timed alternately in one loop, so that a busy machine slows both, and the figures are
+// medians over the loop. No speed is printed without its quality and its traffic: one line a case
+// has the ratio, ns per cached token (and KV head), bytes read, tokens moved and the errors of D
+// and of the output against the dense result.
 #include <benchmark/benchmark.h>
 #include <time.h>
 
@@ -67,7 +68,8 @@ std::vector<Layer> recorded_layers() {
     const std::int64_t inner = heads_first ? view.tokens : view.heads;
     for (std::int64_t a = 0; a < outer; ++a) {
       for (std::int64_t b = 0; b < inner; ++b) {
-        const cpu::Rows row{heads_first ? view.row(b, a) : view.row(a, b), view.type, 0, static_cast<int>(view.dim)};
+        const cpu::Rows row{heads_first ? view.row(b, a) : view.row(a, b), view.type, 0,
+                            static_cast<int>(view.dim)};
         for (std::int64_t j = 0; j < view.dim; ++j) out.push_back(cpu::load_element(row, 0, j));
       }
     }
@@ -136,17 +138,18 @@ class Dense {
       std::vector<DenseHead> heads;
       for (std::int64_t h = 0; h < layer.config.kv_heads; ++h) {
         const auto rows = [&](const std::byte* data, std::int64_t dim) {
-          return cpu::Rows{data + h * layer.tokens * dim * static_cast<std::int64_t>(size_bytes(storage)), storage,
-                           dim, static_cast<int>(dim)};
+          return cpu::Rows{
+              data + h * layer.tokens * dim * static_cast<std::int64_t>(size_bytes(storage)),
+              storage, dim, static_cast<int>(dim)};
         };
         DenseHead head;
         head.keys = rows(keys, layer.config.key_dim);
         head.values = rows(values, layer.config.value_dim);
         head.tokens = layer.tokens;
         head.group = static_cast<int>(layer.config.query_heads / layer.config.kv_heads);
-        head.scale = static_cast<float>(layer.config.scale > 0
-                                            ? layer.config.scale
-                                            : 1 / std::sqrt(static_cast<double>(layer.config.key_dim)));
+        head.scale = static_cast<float>(
+            layer.config.scale > 0 ? layer.config.scale
+                                   : 1 / std::sqrt(static_cast<double>(layer.config.key_dim)));
         heads.push_back(head);
       }
       heads_.push_back(std::move(heads));
@@ -164,8 +167,8 @@ class Dense {
     const auto task = [&](int worker, std::int64_t h) {
       const DenseHead& head = heads[at(h)];
       const std::int64_t first = h * head.group;
-      workers_[at(worker)].run(head, queries + first * head.keys.dim, output + first * head.values.dim,
-                               lse + first);
+      workers_[at(worker)].run(head, queries + first * head.keys.dim,
+                               output + first * head.values.dim, lse + first);
     };
     pool_.run(static_cast<std::int64_t>(heads.size()), task);
   }
@@ -185,9 +188,11 @@ class Setup {
     std::vector<ImportanceView> importance;
     for (const Layer& layer : layers_) {
       config.layers.push_back(layer.config);
-      importance.push_back({layer.importance.data(), layer.config.kv_heads, layer.tokens, layer.tokens});
+      importance.push_back(
+          {layer.importance.data(), layer.config.kv_heads, layer.tokens, layer.tokens});
       largest_query_ = std::max(largest_query_, layer.config.query_heads);
-      largest_output_ = std::max(largest_output_, layer.config.query_heads * layer.config.value_dim);
+      largest_output_ =
+          std::max(largest_output_, layer.config.query_heads * layer.config.value_dim);
     }
     config.storage = c.storage;
     config.threads = c.threads;
@@ -200,9 +205,11 @@ class Setup {
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       const Layer& layer = layers_[l];
       const LayerConfig& shape = layer.config;
-      cache_->append(sequence_, static_cast<std::int64_t>(l),
-                     head_major(layer.keys.data(), DType::f32, layer.tokens, shape.kv_heads, shape.key_dim),
-                     head_major(layer.values.data(), DType::f32, layer.tokens, shape.kv_heads, shape.value_dim));
+      cache_->append(
+          sequence_, static_cast<std::int64_t>(l),
+          head_major(layer.keys.data(), DType::f32, layer.tokens, shape.kv_heads, shape.key_dim),
+          head_major(layer.values.data(), DType::f32, layer.tokens, shape.kv_heads,
+                     shape.value_dim));
     }
     cache_->compress(sequence_, importance);
     output_.resize(at(largest_output_));
@@ -212,16 +219,19 @@ class Setup {
 
   std::int64_t steps() const {
     const Layer& layer = layers_.front();
-    return static_cast<std::int64_t>(layer.queries.size()) / (layer.config.query_heads * layer.config.key_dim);
+    return static_cast<std::int64_t>(layer.queries.size()) /
+           (layer.config.query_heads * layer.config.key_dim);
   }
   double cached_tokens() const {
     double sum = 0;
-    for (const Layer& layer : layers_) sum += static_cast<double>(layer.tokens * layer.config.kv_heads);
+    for (const Layer& layer : layers_)
+      sum += static_cast<double>(layer.tokens * layer.config.kv_heads);
     return sum;
   }
 
   void run_dense(std::int64_t step) {
-    for (std::size_t l = 0; l < layers_.size(); ++l) dense_.run(l, query(l, step), output_.data(), lse_.data());
+    for (std::size_t l = 0; l < layers_.size(); ++l)
+      dense_.run(l, query(l, step), output_.data(), lse_.data());
   }
   void run_step(std::int64_t step) {
     for (std::size_t l = 0; l < layers_.size(); ++l) attend(l, step, output_.data(), lse_.data());
@@ -266,8 +276,8 @@ class Setup {
             length += x * x;
           }
           of_output.push_back(std::sqrt(difference / length));
-          of_denominator.push_back(
-              std::fabs(std::expm1(static_cast<double>(lse_[at(h)]) - static_cast<double>(exact_lse[at(h)]))));
+          of_denominator.push_back(std::fabs(std::expm1(static_cast<double>(lse_[at(h)]) -
+                                                        static_cast<double>(exact_lse[at(h)]))));
         }
       }
     }
@@ -294,7 +304,8 @@ class Setup {
   std::vector<float> output_, lse_;
 };
 
-// With one thread its processor time, which other programs disturb least; with several the time that passes.
+// With one thread its processor time, which other programs disturb least; with several the time
+// that passes.
 double now_ns(int threads) {
   timespec t{};
   clock_gettime(threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &t);
@@ -338,8 +349,8 @@ void run_case(benchmark::State& state, const Case& c, const std::string& name) {
 class TableReporter : public benchmark::BenchmarkReporter {
  public:
   bool ReportContext(const Context&) override {
-    std::printf("%-44s %6s %15s %9s %9s %11s %8s %8s %8s\n", "case", "ratio", "range", "step ns", "dense ns",
-                "bytes/dense", "moved %", "D err", "out err");
+    std::printf("%-44s %6s %15s %9s %9s %11s %8s %8s %8s\n", "case", "ratio", "range", "step ns",
+                "dense ns", "bytes/dense", "moved %", "D err", "out err");
     std::fflush(stdout);
     return true;
   }
@@ -347,7 +358,8 @@ class TableReporter : public benchmark::BenchmarkReporter {
   void ReportRuns(const std::vector<Run>& runs) override {
     std::map<std::string, std::vector<double>> values;
     for (const Run& run : runs) {
-      if (run.error_occurred) std::printf("%s: %s\n", run.benchmark_name().c_str(), run.error_message.c_str());
+      if (run.error_occurred)
+        std::printf("%s: %s\n", run.benchmark_name().c_str(), run.error_message.c_str());
       // Aggregates come in a call of their own; the table makes its own medians.
       if (run.error_occurred || run.run_type != Run::RT_Iteration) continue;
       for (const auto& [name, counter] : run.counters) values[name].push_back(counter.value);
@@ -356,10 +368,10 @@ class TableReporter : public benchmark::BenchmarkReporter {
     const auto middle = [&](const char* name) { return median(values[name]); };
     const auto [least, most] = std::minmax_element(values["ratio"].begin(), values["ratio"].end());
     std::string name = runs.front().run_name.function_name;
-    std::printf("%-44s %6.2f   %5.2f - %5.2f %9.2f %9.2f %11.4f %8.3f %8.4f %8.4f\n", name.c_str(), middle("ratio"),
-                *least, *most, middle("step_ns_per_token"), middle("dense_ns_per_token"),
-                middle("step_bytes") / middle("dense_bytes"), middle("moved_percent"), middle("denominator_error"),
-                middle("output_error"));
+    std::printf("%-44s %6.2f   %5.2f - %5.2f %9.2f %9.2f %11.4f %8.3f %8.4f %8.4f\n", name.c_str(),
+                middle("ratio"), *least, *most, middle("step_ns_per_token"),
+                middle("dense_ns_per_token"), middle("step_bytes") / middle("dense_bytes"),
+                middle("moved_percent"), middle("denominator_error"), middle("output_error"));
     std::fflush(stdout);
   }
 };
@@ -367,13 +379,16 @@ class TableReporter : public benchmark::BenchmarkReporter {
 void add(const Case& c) {
   std::string name = "step/";
   if (c.synthetic) {
-    name += "n:" + std::to_string(c.synthetic->tokens) + "/heads:" + std::to_string(c.synthetic->kv_heads);
+    name += "n:" + std::to_string(c.synthetic->tokens) +
+            "/heads:" + std::to_string(c.synthetic->kv_heads);
   } else {
     name += "recorded";
   }
-  name += std::string("/") + verkv::name(c.storage) + "/threads:" + std::to_string(c.threads) + "/" + c.rule.name;
-  benchmark::RegisterBenchmark(name.c_str(), [c, name](benchmark::State& state) { run_case(state, c, name); })
-      ->UseManualTime();
+  name += std::string("/") + verkv::name(c.storage) + "/threads:" + std::to_string(c.threads) +
+          "/" + c.rule.name;
+  benchmark::RegisterBenchmark(name.c_str(), [c, name](benchmark::State& state) {
+    run_case(state, c, name);
+  })->UseManualTime();
 }
 
 // What the synthetic cache is like, so that nobody has to trust the comment above it.
@@ -405,16 +420,19 @@ void describe_synthetic() {
     correlated.push_back(correlation(logit, score));
     heaviest.push_back(1 / total);
   }
-  std::printf("synthetic cache at 32768 tokens: standard deviation of logits %.2f, largest probability %.3f, correlation of "
-              "log importance and log weight %.2f (medians over %zu queries)\n",
-              median(deviation), median(heaviest), median(correlated), deviation.size());
+  std::printf(
+      "synthetic cache at 32768 tokens: standard deviation of logits %.2f, largest probability "
+      "%.3f, correlation of "
+      "log importance and log weight %.2f (medians over %zu queries)\n",
+      median(deviation), median(heaviest), median(correlated), deviation.size());
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   // Defaults first, so that the command line overrides them.
-  std::vector<std::string> words = {argv[0], "--benchmark_repetitions=5", "--benchmark_min_time=0.1"};
+  std::vector<std::string> words = {argv[0], "--benchmark_repetitions=5",
+                                    "--benchmark_min_time=0.1"};
   words.insert(words.end(), argv + 1, argv + argc);
   std::vector<char*> pointers;
   for (std::string& word : words) pointers.push_back(word.data());
@@ -440,9 +458,11 @@ int main(int argc, char** argv) {
   const std::string description = make_cpu_cache(smallest)->description();
   benchmark::AddCustomContext("verkv", description);
   benchmark::AddCustomContext("instruction_set", cpu::vector_kernels().name);
-  std::printf("%s, head size 128 (recorded: 64, 3 query heads a KV head), 4 query heads a KV head, 1/16 of the tokens resident, "
-              "2-bit sketch\nns per cached token and KV head; D and output errors: medians against dense\n",
-              description.c_str());
+  std::printf(
+      "%s, head size 128 (recorded: 64, 3 query heads a KV head), 4 query heads a KV head, 1/16 of "
+      "the tokens resident, "
+      "2-bit sketch\nns per cached token and KV head; D and output errors: medians against dense\n",
+      description.c_str());
   describe_synthetic();
   TableReporter reporter;
   benchmark::RunSpecifiedBenchmarks(&reporter);

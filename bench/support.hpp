@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include <verkv/inclusion.hpp>
+#include <verkv/shrinkage.hpp>
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
@@ -67,10 +69,11 @@ struct SyntheticShape {
   friend bool operator==(const SyntheticShape&, const SyntheticShape&) = default;
 };
 
-// Keys with a few strong directions in isotropic noise, and queries that look along them, so that logits have a
-// standard deviation of about 3 while a 2-bit sketch errs by about 0.5, as on recorded caches. The first
-// direction is asked for by every query: what importance scores can know. Its share makes the logarithms of
-// importance and weight correlate with about 0.6. Each step also looks for one needle that no score foresees.
+// Keys with a few strong directions in isotropic noise, and queries that look along them, so that
+// logits have a standard deviation of about 3 while a 2-bit sketch errs by about 0.5, as on
+// recorded caches. The first direction is asked for by every query: what importance scores can
+// know. Its share makes the logarithms of importance and weight correlate with about 0.6. Each step
+// also looks for one needle that no score foresees.
 struct SyntheticCache {
   SyntheticShape shape;
   std::vector<float> keys;        // [KV head][token][dim]
@@ -80,7 +83,7 @@ struct SyntheticCache {
 
   explicit SyntheticCache(const SyntheticShape& s) : shape(s) {
     constexpr std::int64_t kDirections = 9;
-    constexpr float kStrength = 4;    // of a direction in a key, in units of the noise
+    constexpr float kStrength = 4;     // of a direction in a key, in units of the noise
     constexpr float kSalience = 1.8f;  // standard deviations of the logit's parts
     constexpr float kTopics = 1.6f;
     constexpr float kNoise = 0.8f;
@@ -110,14 +113,15 @@ struct SyntheticCache {
         for (std::int64_t r = 0; r < kDirections; ++r) {
           const float z = normal(engine);
           if (r == 0) {
-            importance[at(head * s.tokens + i)] =
-                std::exp(kSalience * z + 0.3f * normal(engine));
+            importance[at(head * s.tokens + i)] = std::exp(kSalience * z + 0.3f * normal(engine));
           }
-          for (std::int64_t j = 0; j < s.dim; ++j) key[j] += kStrength * z * direction[at(r * s.dim + j)];
+          for (std::int64_t j = 0; j < s.dim; ++j)
+            key[j] += kStrength * z * direction[at(r * s.dim + j)];
         }
       }
       for (std::int64_t step = 0; step < s.steps; ++step) {
-        const float* needle = head_keys + static_cast<std::int64_t>(engine() % at(s.tokens)) * s.dim;
+        const float* needle =
+            head_keys + static_cast<std::int64_t>(engine() % at(s.tokens)) * s.dim;
         float needle_square = 0;
         for (std::int64_t j = 0; j < s.dim; ++j) {
           needle_square += (needle[j] - key_mean[at(j)]) * (needle[j] - key_mean[at(j)]);
@@ -145,15 +149,89 @@ struct SyntheticCache {
   }
 };
 
-// "time per token" and bytes per second as counters of a benchmark that handles `tokens` tokens and reads
-// `bytes_per_token` bytes for each in every iteration.
+// Counters of a benchmark that handles `tokens` tokens an iteration and reads `bytes_per_token`
+// bytes for each.
 inline void count_tokens(benchmark::State& state, std::int64_t tokens, double bytes_per_token) {
   using benchmark::Counter;
   const double n = static_cast<double>(tokens);
-  // Seconds per token, which the console shows with a prefix, for instance 3.1n.
-  state.counters["s_per_token"] = Counter(n, Counter::kIsIterationInvariantRate | Counter::kInvert);
+  // In seconds; the console shows it with a prefix, for instance per_token=3.4ns.
+  state.counters["per_token"] = Counter(n, Counter::kIsIterationInvariantRate | Counter::kInvert);
   state.counters["bytes_per_token"] = bytes_per_token;
-  state.SetBytesProcessed(static_cast<std::int64_t>(static_cast<double>(state.iterations()) * n * bytes_per_token));
+  state.SetBytesProcessed(
+      static_cast<std::int64_t>(static_cast<double>(state.iterations()) * n * bytes_per_token));
+}
+
+// What the stages between the logits and the fetch work on: a group of query heads over one KV
+// head.
+struct StageData {
+  SyntheticCache cache;
+  std::int64_t tokens;
+  std::int64_t dim;
+  int heads;
+  std::vector<Positive16> odds;
+  std::vector<Positive16> no_odds;  // zeros: every token takes part
+  cpu::AlignedVector<float> query;  // [head][dim], scaled
+  cpu::AlignedVector<float> logit;  // [head][token]
+  cpu::AlignedVector<float> weight;
+  std::vector<float> shift;
+  std::vector<float> beta;
+  std::vector<double> denominator;
+
+  explicit StageData(const SyntheticShape& shape = {.tokens = 32768, .steps = 1})
+      : cache(shape), tokens(shape.tokens), dim(shape.dim), heads(static_cast<int>(shape.group)) {
+    std::vector<float> scratch(cache.importance.size());
+    const Inclusion inclusion =
+        solve_inclusion(std::span<const float>(cache.importance), static_cast<double>(tokens) / 16,
+                        std::span(scratch));
+    for (const float tau : cache.importance)
+      odds.push_back(stored_odds(inclusion.probability(static_cast<double>(tau))));
+    odds.resize(at(cpu::round_up(tokens, cpu::kLanes)));
+    no_odds.resize(odds.size());
+    const float scale = 1 / std::sqrt(static_cast<float>(dim));
+    for (const float q : cache.queries) query.push_back(scale * q);
+    logit.resize(at(heads * tokens));
+    const cpu::Kernels& kernels = cpu::vector_kernels();
+    const cpu::Rows keys{cache.keys.data(), DType::f32, dim, static_cast<int>(dim)};
+    kernels.dot_rows(keys, nullptr, tokens, query.data(), heads, dim, logit.data(), tokens);
+    for (int h = 0; h < heads; ++h) {
+      shift.push_back(
+          *std::max_element(logit.begin() + h * tokens, logit.begin() + (h + 1) * tokens));
+    }
+    weight = logit;
+    denominator.resize(at(heads));
+    kernels.weights(weight.data(), tokens, odds.data(), tokens, heads, shift.data(),
+                    denominator.data());
+    std::vector<float> rho;
+    for (std::int64_t i = 0; i < tokens; ++i) rho.push_back(to_float(odds[at(i)]));
+    for (int h = 0; h < heads; ++h) {
+      beta.push_back(
+          static_cast<float>(shrinkage_beta(head_weight(h), std::span<const float>(rho))));
+      for (std::int64_t i = 0; i < tokens; ++i) {
+        if (odds[at(i)].bits < kPositive16Infinity.bits) continue;
+        denominator[at(h)] +=
+            static_cast<double>(std::exp(logit[at(h * tokens + i)] - shift[at(h)]));
+      }
+    }
+  }
+
+  std::span<const float> head_weight(int h) const {
+    return std::span<const float>(weight).subspan(at(h * tokens), at(tokens));
+  }
+};
+
+// The scalar reference and the best vector code of this machine.
+inline std::vector<const cpu::Kernels*> both_kernels() {
+  return {&cpu::scalar_kernels(), &cpu::vector_kernels()};
+}
+
+// Runs what has been registered; the instruction set goes into the context of the JSON output.
+inline int run_benchmarks(int argc, char** argv) {
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::AddCustomContext("instruction_set", cpu::vector_kernels().name);
+  benchmark::RunSpecifiedBenchmarks();
+  benchmark::Shutdown();
+  return 0;
 }
 
 }  // namespace verkv::bench

@@ -19,6 +19,7 @@ constexpr std::int64_t kMaxTokens = (std::int64_t{1} << 32) - 1;  // a position 
 constexpr std::int64_t kMaxDim = 512;     // integer scores stay exact in binary32
 constexpr std::int64_t kMaxLayers = 65536;  // 16 bits of the counter each
 constexpr std::int64_t kMaxHeads = 65536;
+constexpr std::int64_t kWindowMetadataBytes = 12;  // position and score of a token of the local window
 
 bool in_open_unit(double x) { return x > 0 && x < 1; }
 
@@ -77,13 +78,15 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   for (std::size_t i = 0; i < config.layers.size(); ++i) {
     const LayerConfig& layer = config.layers[i];
     if (!layer.cached) continue;
-    if (layer.kv_heads < 1 || layer.kv_heads + layer.first_global_kv_head > kMaxHeads ||
-        layer.first_global_kv_head < 0) {
+    if (layer.kv_heads < 1 || layer.kv_heads > kMaxHeads || layer.first_global_kv_head < 0 ||
+        layer.first_global_kv_head > kMaxHeads - layer.kv_heads) {
       add("layer {}: {} KV heads from global head {}; 1 to {} in all are supported", i, layer.kv_heads,
           layer.first_global_kv_head, kMaxHeads);
     } else if (layer.query_heads < 1 || layer.query_heads % layer.kv_heads != 0) {
       add("layer {}: {} query heads are not a positive multiple of {} KV heads", i, layer.query_heads,
           layer.kv_heads);
+    } else if (layer.query_heads > kMaxHeads) {
+      add("layer {}: {} query heads; at most {} are supported", i, layer.query_heads, kMaxHeads);
     }
     if (layer.key_dim < 1 || layer.key_dim > kMaxDim) {
       add("layer {}: key head size {}; 1 to {} are supported", i, layer.key_dim, kMaxDim);
@@ -281,17 +284,18 @@ void KvCacheManager::append(SequenceId sequence, std::int64_t layer_index, const
   }
   const CacheConfig& config = impl_->config;
   if (config.host_bytes_limit > 0 || config.fast_bytes_limit > 0) {
-    const std::int64_t added = keys.tokens * layer.kv_heads * (layer.key_dim + layer.value_dim) *
-                               static_cast<std::int64_t>(size_bytes(config.storage));
+    const std::int64_t rows = keys.tokens * layer.kv_heads;
+    const std::int64_t added =
+        rows * (layer.key_dim + layer.value_dim) * static_cast<std::int64_t>(size_bytes(config.storage));
     const MemoryReport now = impl_->total();
-    const auto check = [added](const char* tier, std::int64_t used, std::int64_t limit) {
-      if (limit > 0 && used + added > limit) {
+    const auto check = [](const char* tier, std::int64_t used, std::int64_t wanted, std::int64_t limit) {
+      if (limit > 0 && used + wanted > limit) {
         throw CapacityError(fmt::format("{} tier: {} bytes in use and {} more wanted, the limit is {}",
-                                        tier, used, added, limit));
+                                        tier, used, wanted, limit));
       }
     };
-    check("host", now.host_bytes, config.host_bytes_limit);
-    check("fast", now.fast_bytes(), config.fast_bytes_limit);
+    check("host", now.host_bytes, added, config.host_bytes_limit);
+    check("fast", now.fast_bytes(), added + rows * kWindowMetadataBytes, config.fast_bytes_limit);
   }
   impl_->backend->append(sequence, layer_index, keys, values);
 }
@@ -314,7 +318,8 @@ void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceVie
               "compressed are expected",
               i, view.heads, view.tokens, layer.kv_heads, open);
     }
-    if (open > 0 && view.data == nullptr) invalid("layer {}: null importance for {} tokens", i, open);
+    if (open == 0) continue;
+    if (view.data == nullptr) invalid("layer {}: null importance for {} tokens", i, open);
     for (std::int64_t h = 0; h < view.heads; ++h) {
       const std::span<const float> scores(view.data + h * view.head_stride, static_cast<std::size_t>(open));
       const std::int64_t bad = first_invalid_importance(scores);

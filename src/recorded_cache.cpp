@@ -1,5 +1,5 @@
-// Reader of recorded caches. A file is a stranger: every number in it is checked before it is used, and
-// whatever is wrong with it ends in a FormatError that names tensor, value and limit.
+// Reader of recorded caches. A file is a stranger: every number in it is checked before it is used,
+// and whatever is wrong with it ends in a FormatError that names tensor, value and limit.
 #include <verkv/recorded_cache.hpp>
 
 #include <algorithm>
@@ -32,7 +32,8 @@ using Json = nlohmann::json;
 
 // The limit that the format itself sets.
 constexpr std::uint64_t kHeaderLimit = 100'000'000;
-// Tensors are two levels deep; more is not a safetensors header, and a parser may be asked for much more.
+// Tensors are two levels deep; more is not a safetensors header, and a parser may be asked for much
+// more.
 constexpr std::size_t kDepthLimit = 8;
 constexpr std::int64_t kLayerLimit = 1'000'000;
 // Of every tensor in memory. Files align none.
@@ -77,9 +78,21 @@ class Complaints {
 };
 
 std::optional<std::uint64_t> element_bytes(std::string_view type) {
-  static constexpr std::array<std::pair<std::string_view, std::uint64_t>, 15> known{{
-      {"BOOL", 1}, {"U8", 1}, {"I8", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"U16", 2}, {"I16", 2}, {"F16", 2},
-      {"BF16", 2}, {"U32", 4}, {"I32", 4}, {"F32", 4}, {"U64", 8}, {"I64", 8}, {"F64", 8}}};
+  static constexpr std::array<std::pair<std::string_view, std::uint64_t>, 15> known{{{"BOOL", 1},
+                                                                                     {"U8", 1},
+                                                                                     {"I8", 1},
+                                                                                     {"F8_E4M3", 1},
+                                                                                     {"F8_E5M2", 1},
+                                                                                     {"U16", 2},
+                                                                                     {"I16", 2},
+                                                                                     {"F16", 2},
+                                                                                     {"BF16", 2},
+                                                                                     {"U32", 4},
+                                                                                     {"I32", 4},
+                                                                                     {"F32", 4},
+                                                                                     {"U64", 8},
+                                                                                     {"I64", 8},
+                                                                                     {"F64", 8}}};
   for (const auto& [name, bytes] : known) {
     if (name == type) return bytes;
   }
@@ -100,11 +113,13 @@ std::optional<std::int64_t> parse_count(std::string_view text) {
 std::optional<double> parse_real(std::string_view text) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc{} || end != text.data() + text.size() || !std::isfinite(value)) return std::nullopt;
+  if (error != std::errc{} || end != text.data() + text.size() || !std::isfinite(value))
+    return std::nullopt;
   return value;
 }
 
-// Parses the header, refusing keys that come twice: which of them counts would depend on the reader.
+// Parses the header, refusing keys that come twice: which of them counts would depend on the
+// reader.
 Json parse_header(const Complaints& complaints, const std::string& text) {
   std::vector<std::set<std::string>> keys;
   std::size_t depth = 0;
@@ -112,7 +127,8 @@ Json parse_header(const Complaints& complaints, const std::string& text) {
     switch (event) {
       case Json::parse_event_t::object_start:
       case Json::parse_event_t::array_start:
-        if (++depth > kDepthLimit) complaints.fail("the header nests deeper than {} levels", kDepthLimit);
+        if (++depth > kDepthLimit)
+          complaints.fail("the header nests deeper than {} levels", kDepthLimit);
         keys.emplace_back();
         break;
       case Json::parse_event_t::object_end:
@@ -122,10 +138,12 @@ Json parse_header(const Complaints& complaints, const std::string& text) {
         break;
       case Json::parse_event_t::key: {
         const auto& key = parsed.get_ref<const std::string&>();
-        if (!keys.back().insert(key).second) complaints.fail("the header has the key {} twice", in_quotes(key));
+        if (!keys.back().insert(key).second)
+          complaints.fail("the header has the key {} twice", in_quotes(key));
         break;
       }
-      case Json::parse_event_t::value: break;
+      case Json::parse_event_t::value:
+        break;
     }
     return true;
   };
@@ -144,19 +162,24 @@ std::uint64_t count_of(const Complaints& complaints, const Json& value, std::str
                        std::string_view what) {
   constexpr auto limit = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
   if (!value.is_number_unsigned()) {
-    complaints.fail("tensor {}: {} has an element that is not a whole number of 0 or more", in_quotes(tensor), what);
+    complaints.fail("tensor {}: {} has an element that is not a whole number of 0 or more",
+                    in_quotes(tensor), what);
   }
   const auto number = value.get<std::uint64_t>();
-  if (number > limit) complaints.fail("tensor {}: {} has the element {}, above {}", in_quotes(tensor), what, number, limit);
+  if (number > limit)
+    complaints.fail("tensor {}: {} has the element {}, above {}", in_quotes(tensor), what, number,
+                    limit);
   return number;
 }
 
-Entry parse_entry(const Complaints& complaints, const std::string& name, const Json& json, std::uint64_t data_bytes) {
+Entry parse_entry(const Complaints& complaints, const std::string& name, const Json& json,
+                  std::uint64_t data_bytes) {
   Entry entry;
   entry.name = name;
   const auto member = [&](const char* key) -> const Json& {
     const auto found = json.is_object() ? json.find(key) : json.end();
-    if (!json.is_object() || found == json.end()) complaints.fail("tensor {} has no '{}'", in_quotes(name), key);
+    if (!json.is_object() || found == json.end())
+      complaints.fail("tensor {} has no '{}'", in_quotes(name), key);
     return *found;
   };
   const Json& type = member("dtype");
@@ -174,22 +197,25 @@ Entry parse_entry(const Complaints& complaints, const std::string& name, const J
   entry.begin = count_of(complaints, offsets[0], name, "data_offsets");
   entry.end = count_of(complaints, offsets[1], name, "data_offsets");
   if (entry.begin > entry.end) {
-    complaints.fail("tensor {}: begins at byte {}, behind its end at {}", in_quotes(name), entry.begin, entry.end);
+    complaints.fail("tensor {}: begins at byte {}, behind its end at {}", in_quotes(name),
+                    entry.begin, entry.end);
   }
   if (entry.end > data_bytes) {
-    complaints.fail("tensor {}: ends at byte {} of the data, which has {} (truncated file?)", in_quotes(name), entry.end,
-                    data_bytes);
+    complaints.fail("tensor {}: ends at byte {} of the data, which has {} (truncated file?)",
+                    in_quotes(name), entry.end, data_bytes);
   }
   if (const auto bytes = element_bytes(entry.type)) {
     std::uint64_t size = *bytes;
     for (const std::int64_t extent : entry.shape) {
       if (__builtin_mul_overflow(size, static_cast<std::uint64_t>(extent), &size)) {
-        complaints.fail("tensor {}: the size of shape {} overflows 64 bits", in_quotes(name), shown(entry.shape));
+        complaints.fail("tensor {}: the size of shape {} overflows 64 bits", in_quotes(name),
+                        shown(entry.shape));
       }
     }
     if (size != entry.end - entry.begin) {
-      complaints.fail("tensor {}: {} of shape {} takes {} bytes, but its offsets span {}", in_quotes(name), entry.type,
-                      shown(entry.shape), size, entry.end - entry.begin);
+      complaints.fail("tensor {}: {} of shape {} takes {} bytes, but its offsets span {}",
+                      in_quotes(name), entry.type, shown(entry.shape), size,
+                      entry.end - entry.begin);
     }
   }
   return entry;
@@ -200,11 +226,13 @@ void refuse_overlaps(const Complaints& complaints, const std::map<std::string, E
   for (const auto& [name, entry] : entries) {
     if (entry.begin < entry.end) order.push_back(&entry);
   }
-  std::sort(order.begin(), order.end(), [](const Entry* a, const Entry* b) { return a->begin < b->begin; });
+  std::sort(order.begin(), order.end(),
+            [](const Entry* a, const Entry* b) { return a->begin < b->begin; });
   for (std::size_t i = 1; i < order.size(); ++i) {
     if (order[i]->begin < order[i - 1]->end) {
-      complaints.fail("tensor {} begins at byte {}, inside tensor {}, which ends at {}", in_quotes(order[i]->name),
-                      order[i]->begin, in_quotes(order[i - 1]->name), order[i - 1]->end);
+      complaints.fail("tensor {} begins at byte {}, inside tensor {}, which ends at {}",
+                      in_quotes(order[i]->name), order[i]->begin, in_quotes(order[i - 1]->name),
+                      order[i - 1]->end);
     }
   }
 }
@@ -265,7 +293,7 @@ struct Contents {
     std::byte bytes[kAlignment];
   };
 
-  std::vector<Block> data;                    // all tensors of the layers, each at a multiple of kAlignment
+  std::vector<Block> data;  // all tensors of the layers, each at a multiple of kAlignment
   std::vector<std::vector<float>> converted;  // importance that is not f32 in the file
   std::vector<RecordedLayer> layers;
   std::int64_t prompt_tokens = 0;
@@ -313,18 +341,22 @@ class Loader {
 
     std::array<unsigned char, 8> prefix{};
     if (size < prefix.size()) {
-      complaints_.fail("has {} bytes; a safetensors file begins with {} that give the length of its header", size,
-                       prefix.size());
+      complaints_.fail(
+          "has {} bytes; a safetensors file begins with {} that give the length of its header",
+          size, prefix.size());
     }
     read(prefix.data(), prefix.size(), "the length of the header");
     std::uint64_t header_bytes = 0;
     for (std::size_t i = prefix.size(); i-- > 0;) header_bytes = header_bytes << 8 | prefix[i];
     if (header_bytes > size - prefix.size()) {
-      complaints_.fail("the header is said to have {} bytes, but only {} follow (truncated, or not a safetensors file)",
-                       header_bytes, size - prefix.size());
+      complaints_.fail(
+          "the header is said to have {} bytes, but only {} follow (truncated, or not a "
+          "safetensors file)",
+          header_bytes, size - prefix.size());
     }
     if (header_bytes > kHeaderLimit) {
-      complaints_.fail("the header is said to have {} bytes; the limit is {}", header_bytes, kHeaderLimit);
+      complaints_.fail("the header is said to have {} bytes; the limit is {}", header_bytes,
+                       kHeaderLimit);
     }
     std::string text(static_cast<std::size_t>(header_bytes), '\0');
     read(text.data(), text.size(), "the header");
@@ -348,32 +380,38 @@ class Loader {
 
   // Which tensors belong to which layer, and that none is missing or of a wrong type or rank.
   void plan_layers() {
-    static constexpr std::array<std::string_view, 5> required{"key", "value", "query", "new_key", "new_value"};
+    static constexpr std::array<std::string_view, 5> required{"key", "value", "query", "new_key",
+                                                              "new_value"};
     for (const auto& [name, entry] : entries_) {
       const auto parsed = parse_layer_name(name);
       if (!parsed) continue;
       const bool importance =
-          parsed->part.substr(0, kImportancePrefix.size()) == kImportancePrefix && parsed->part.size() > kImportancePrefix.size();
-      const bool known = importance || parsed->part == "prompt_query" ||
-                         std::find(required.begin(), required.end(), parsed->part) != required.end();
+          parsed->part.substr(0, kImportancePrefix.size()) == kImportancePrefix &&
+          parsed->part.size() > kImportancePrefix.size();
+      const bool known =
+          importance || parsed->part == "prompt_query" ||
+          std::find(required.begin(), required.end(), parsed->part) != required.end();
       if (!known) continue;
       Loaded tensor;
       tensor.entry = &entry;
       tensor.type = float_type(entry);
       const std::size_t rank = importance ? 2 : 3;
       if (entry.shape.size() != rank) {
-        complaints_.fail("tensor {}: shape {} has {} dimensions, expected {}", in_quotes(name), shown(entry.shape),
-                         entry.shape.size(), rank);
+        complaints_.fail("tensor {}: shape {} has {} dimensions, expected {}", in_quotes(name),
+                         shown(entry.shape), entry.shape.size(), rank);
       }
       for (const std::int64_t extent : entry.shape) {
-        if (extent == 0) complaints_.fail("tensor {}: shape {} is empty", in_quotes(name), shown(entry.shape));
+        if (extent == 0)
+          complaints_.fail("tensor {}: shape {} is empty", in_quotes(name), shown(entry.shape));
       }
       layers_[parsed->layer].emplace(parsed->part, tensor);
     }
-    if (layers_.empty()) complaints_.fail("no recorded layer: there is no tensor 'layers.0.key' nor of another layer");
+    if (layers_.empty())
+      complaints_.fail("no recorded layer: there is no tensor 'layers.0.key' nor of another layer");
     for (const auto& [layer, parts] : layers_) {
       for (const std::string_view part : required) {
-        if (!parts.contains(part)) complaints_.fail("tensor 'layers.{}.{}' is missing", layer, part);
+        if (!parts.contains(part))
+          complaints_.fail("tensor 'layers.{}.{}' is missing", layer, part);
       }
     }
   }
@@ -382,11 +420,14 @@ class Loader {
     if (entry.type == "F32") return DType::f32;
     if (entry.type == "F16") return DType::f16;
     if (entry.type == "BF16") return DType::bf16;
-    complaints_.fail("tensor {}: type {} is not one of F32, F16, BF16", in_quotes(entry.name), in_quotes(entry.type));
+    complaints_.fail("tensor {}: type {} is not one of F32, F16, BF16", in_quotes(entry.name),
+                     in_quotes(entry.type));
   }
 
   void read_data(Contents& out) {
-    const auto blocks = [](const Entry& entry) { return (entry.end - entry.begin + kAlignment - 1) / kAlignment; };
+    const auto blocks = [](const Entry& entry) {
+      return (entry.end - entry.begin + kAlignment - 1) / kAlignment;
+    };
     std::uint64_t total = 0;
     for (const auto& [layer, parts] : layers_) {
       for (const auto& [part, tensor] : parts) total += blocks(*tensor.entry);
@@ -411,19 +452,22 @@ class Loader {
     }
   }
 
-  void expect(const Loaded& tensor, const std::vector<std::int64_t>& shape, std::string_view form) const {
+  void expect(const Loaded& tensor, const std::vector<std::int64_t>& shape,
+              std::string_view form) const {
     if (tensor.entry->shape != shape) {
-      complaints_.fail("tensor {}: shape {} should be {}, {}", in_quotes(tensor.entry->name), shown(tensor.entry->shape),
-                       shown(shape), form);
+      complaints_.fail("tensor {}: shape {} should be {}, {}", in_quotes(tensor.entry->name),
+                       shown(tensor.entry->shape), shown(shape), form);
     }
   }
 
   void refuse_non_finite(const Loaded& tensor) const {
     const std::size_t step = size_bytes(tensor.type);
-    const std::size_t count = static_cast<std::size_t>(tensor.entry->end - tensor.entry->begin) / step;
+    const std::size_t count =
+        static_cast<std::size_t>(tensor.entry->end - tensor.entry->begin) / step;
     for (std::size_t i = 0; i < count; ++i) {
       if (!is_finite_bits(tensor.data + i * step, tensor.type)) {
-        complaints_.fail("tensor {}: element {} is {}, not a finite number", in_quotes(tensor.entry->name),
+        complaints_.fail("tensor {}: element {} is {}, not a finite number",
+                         in_quotes(tensor.entry->name),
                          place(tensor.entry->shape, static_cast<std::int64_t>(i)),
                          read_float(tensor.data + i * step, tensor.type));
       }
@@ -445,24 +489,30 @@ class Loader {
     layer.key_dim = key.extent(2);
     layer.value_dim = value.extent(2);
     layer.query_heads = query.extent(1);
-    expect(value, {layer.kv_heads, tokens, layer.value_dim}, "[kv_heads, tokens, head_dim] as the key");
-    expect(query, {steps, layer.query_heads, layer.key_dim}, "[steps, query_heads, head_dim] with the key's head_dim");
-    expect(new_key, {steps, layer.kv_heads, layer.key_dim}, "[steps, kv_heads, head_dim] as key and query");
-    expect(new_value, {steps, layer.kv_heads, layer.value_dim}, "[steps, kv_heads, head_dim] as value and query");
+    expect(value, {layer.kv_heads, tokens, layer.value_dim},
+           "[kv_heads, tokens, head_dim] as the key");
+    expect(query, {steps, layer.query_heads, layer.key_dim},
+           "[steps, query_heads, head_dim] with the key's head_dim");
+    expect(new_key, {steps, layer.kv_heads, layer.key_dim},
+           "[steps, kv_heads, head_dim] as key and query");
+    expect(new_value, {steps, layer.kv_heads, layer.value_dim},
+           "[steps, kv_heads, head_dim] as value and query");
     if (layer.query_heads % layer.kv_heads != 0) {
-      complaints_.fail("tensor {}: {} query heads are no multiple of the {} KV heads", in_quotes(query.entry->name),
-                       layer.query_heads, layer.kv_heads);
+      complaints_.fail("tensor {}: {} query heads are no multiple of the {} KV heads",
+                       in_quotes(query.entry->name), layer.query_heads, layer.kv_heads);
     }
     layer.key = head_major(key.data, key.type, tokens, layer.kv_heads, layer.key_dim);
     layer.value = head_major(value.data, value.type, tokens, layer.kv_heads, layer.value_dim);
     layer.query = token_major(query.data, query.type, steps, layer.query_heads, layer.key_dim);
     layer.new_key = token_major(new_key.data, new_key.type, steps, layer.kv_heads, layer.key_dim);
-    layer.new_value = token_major(new_value.data, new_value.type, steps, layer.kv_heads, layer.value_dim);
+    layer.new_value =
+        token_major(new_value.data, new_value.type, steps, layer.kv_heads, layer.value_dim);
     if (const auto found = parts.find("prompt_query"); found != parts.end()) {
       const Loaded& prompt = found->second;
       expect(prompt, {prompt.extent(0), layer.query_heads, layer.key_dim},
              "[positions, query_heads, head_dim] as the query");
-      layer.prompt_query = token_major(prompt.data, prompt.type, prompt.extent(0), layer.query_heads, layer.key_dim);
+      layer.prompt_query =
+          token_major(prompt.data, prompt.type, prompt.extent(0), layer.query_heads, layer.key_dim);
     }
     for (const auto& [part, tensor] : parts) {
       if (part.substr(0, kImportancePrefix.size()) == kImportancePrefix) {
@@ -503,12 +553,12 @@ class Loader {
     out.steps = first.query.tokens;
     for (const RecordedLayer& layer : out.layers) {
       if (layer.key.tokens != out.prompt_tokens) {
-        complaints_.fail("tensor 'layers.{}.key' has {} tokens, 'layers.{}.key' has {}", layer.index, layer.key.tokens,
-                         first.index, out.prompt_tokens);
+        complaints_.fail("tensor 'layers.{}.key' has {} tokens, 'layers.{}.key' has {}",
+                         layer.index, layer.key.tokens, first.index, out.prompt_tokens);
       }
       if (layer.query.tokens != out.steps) {
-        complaints_.fail("tensor 'layers.{}.query' has {} steps, 'layers.{}.query' has {}", layer.index,
-                         layer.query.tokens, first.index, out.steps);
+        complaints_.fail("tensor 'layers.{}.query' has {} steps, 'layers.{}.query' has {}",
+                         layer.index, layer.query.tokens, first.index, out.steps);
       }
     }
   }
@@ -521,33 +571,41 @@ class Loader {
     };
     if (const std::string* tokens = text("prompt_tokens")) {
       const auto value = parse_count(*tokens);
-      if (!value) complaints_.fail("metadata 'prompt_tokens' is {}, not a whole number", in_quotes(*tokens));
+      if (!value)
+        complaints_.fail("metadata 'prompt_tokens' is {}, not a whole number", in_quotes(*tokens));
       if (*value != out.prompt_tokens) {
-        complaints_.fail("metadata 'prompt_tokens' is {}, but the keys have {} tokens", *value, out.prompt_tokens);
+        complaints_.fail("metadata 'prompt_tokens' is {}, but the keys have {} tokens", *value,
+                         out.prompt_tokens);
       }
     }
     if (const std::string* scale = text("scale")) {
       const auto value = parse_real(*scale);
-      if (!value || !(*value > 0)) complaints_.fail("metadata 'scale' is {}, not a number above 0", in_quotes(*scale));
+      if (!value || !(*value > 0))
+        complaints_.fail("metadata 'scale' is {}, not a number above 0", in_quotes(*scale));
       out.scale = *value;
     } else {
       const RecordedLayer& first = out.layers.front();
       for (const RecordedLayer& layer : out.layers) {
         if (layer.key_dim != first.key_dim) {
-          complaints_.fail("metadata 'scale' is missing and does not follow from the keys: head_dim is {} in layer {}, {} in layer {}",
-                           first.key_dim, first.index, layer.key_dim, layer.index);
+          complaints_.fail(
+              "metadata 'scale' is missing and does not follow from the keys: head_dim is {} in "
+              "layer {}, {} in layer {}",
+              first.key_dim, first.index, layer.key_dim, layer.index);
         }
       }
       out.scale = 1 / std::sqrt(static_cast<double>(first.key_dim));
     }
     if (const std::string* cap = text("soft_cap")) {
       const auto value = parse_real(*cap);
-      if (!value || *value < 0) complaints_.fail("metadata 'soft_cap' is {}, not a number of 0 or more", in_quotes(*cap));
+      if (!value || *value < 0)
+        complaints_.fail("metadata 'soft_cap' is {}, not a number of 0 or more", in_quotes(*cap));
       out.soft_cap = *value;
     }
     if (const std::string* window = text("window")) {
       const auto value = parse_count(*window);
-      if (!value) complaints_.fail("metadata 'window' is {}, not a whole number of 0 or more", in_quotes(*window));
+      if (!value)
+        complaints_.fail("metadata 'window' is {}, not a whole number of 0 or more",
+                         in_quotes(*window));
       out.window = *value;
     }
   }
@@ -581,6 +639,8 @@ std::int64_t RecordedCache::steps() const { return impl_->steps; }
 double RecordedCache::scale() const { return impl_->scale; }
 double RecordedCache::soft_cap() const { return impl_->soft_cap; }
 std::int64_t RecordedCache::window() const { return impl_->window; }
-const std::map<std::string, std::string>& RecordedCache::metadata() const { return impl_->metadata; }
+const std::map<std::string, std::string>& RecordedCache::metadata() const {
+  return impl_->metadata;
+}
 
 }  // namespace verkv

@@ -1,4 +1,5 @@
-// The reader of recorded caches: the shipped file, every way a file can be wrong, and random damage.
+// The reader of recorded caches: the shipped file, every way a file can be wrong, and random
+// damage.
 #include <verkv/recorded_cache.hpp>
 
 #include <cstdint>
@@ -17,10 +18,10 @@ using verkv::DType;
 using verkv::FormatError;
 using verkv::RecordedCache;
 using verkv::RecordedLayer;
+using verkv::test::make_tensor;
 using verkv::test::SafeTensor;
 using verkv::test::SafeTensorsFile;
 using verkv::test::TemporaryFile;
-using verkv::test::make_tensor;
 using Json = nlohmann::json;
 
 std::string example_path() {
@@ -30,7 +31,8 @@ std::string example_path() {
   return VERKV_TEST_DATA_DIR "/essays-4k-small.safetensors";
 #else
   const std::string here = __FILE__;
-  return here.substr(0, here.find_last_of('/') + 1) + "../examples/data/essays-4k-small.safetensors";
+  return here.substr(0, here.find_last_of('/') + 1) +
+         "../examples/data/essays-4k-small.safetensors";
 #endif
 }
 
@@ -59,7 +61,8 @@ SafeTensorsFile good_file() {
   SafeTensorsFile file;
   for (const std::int64_t layer : {3, 7}) {
     const std::string prefix = "layers." + std::to_string(layer) + ".";
-    file.tensors[prefix + "key"] = ramp_tensor(DType::f16, {kKvHeads, kTokens, kKeyDim}, static_cast<float>(layer));
+    file.tensors[prefix + "key"] =
+        ramp_tensor(DType::f16, {kKvHeads, kTokens, kKeyDim}, static_cast<float>(layer));
     file.tensors[prefix + "value"] = ramp_tensor(DType::bf16, {kKvHeads, kTokens, kValueDim});
     file.tensors[prefix + "query"] = ramp_tensor(DType::f32, {kSteps, kQueryHeads, kKeyDim});
     file.tensors[prefix + "new_key"] = ramp_tensor(DType::f16, {kSteps, kKvHeads, kKeyDim});
@@ -72,12 +75,16 @@ SafeTensorsFile good_file() {
   return file;
 }
 
-float element(const verkv::TensorView& view, std::int64_t token, std::int64_t head, std::int64_t i) {
+float element(const verkv::TensorView& view, std::int64_t token, std::int64_t head,
+              std::int64_t i) {
   const void* row = view.row(token, head);
   switch (view.type) {
-    case DType::f32: return static_cast<const float*>(row)[i];
-    case DType::f16: return verkv::to_float(static_cast<const verkv::Half*>(row)[i]);
-    case DType::bf16: return verkv::to_float(static_cast<const verkv::BFloat16*>(row)[i]);
+    case DType::f32:
+      return static_cast<const float*>(row)[i];
+    case DType::f16:
+      return verkv::to_float(static_cast<const verkv::Half*>(row)[i]);
+    case DType::bf16:
+      return verkv::to_float(static_cast<const verkv::BFloat16*>(row)[i]);
   }
   return 0;
 }
@@ -93,7 +100,9 @@ std::string complaint(const TemporaryFile& file, const std::string& bytes) {
   return {};
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 }  // namespace
 
@@ -155,9 +164,12 @@ TEST_CASE("tensors are viewed as the file has them", "[recorded_cache]") {
       }
     }
   }
-  CHECK(element(layer.query, 2, 3, 1) == static_cast<float>((2 * kQueryHeads + 3) * kKeyDim + 1) / 8);
-  CHECK(element(layer.new_value, 1, 1, 5) == static_cast<float>((1 * kKvHeads + 1) * kValueDim + 5) / 8);
-  for (const verkv::TensorView* view : {&layer.key, &layer.value, &layer.query, &layer.new_key, &layer.new_value}) {
+  CHECK(element(layer.query, 2, 3, 1) ==
+        static_cast<float>((2 * kQueryHeads + 3) * kKeyDim + 1) / 8);
+  CHECK(element(layer.new_value, 1, 1, 5) ==
+        static_cast<float>((1 * kKvHeads + 1) * kValueDim + 5) / 8);
+  for (const verkv::TensorView* view :
+       {&layer.key, &layer.value, &layer.query, &layer.new_key, &layer.new_value}) {
     CHECK(reinterpret_cast<std::uintptr_t>(view->data) % 16 == 0);
   }
 }
@@ -170,7 +182,8 @@ TEST_CASE("alignment in the file does not matter", "[recorded_cache]") {
   source.tensors["layers.x.key"] = {"I32", {1}, std::string(4, '\1')};
   source.tensors["strange"] = {"F6_E3M2", {3}, "abc"};
   source.tensors["empty"] = {"F32", {0, 7}, ""};
-  const TemporaryFile file("verkv-recorded", SafeTensorsFile::join(source.header().dump() + "   ", source.data() + "hole"));
+  const TemporaryFile file("verkv-recorded", SafeTensorsFile::join(source.header().dump() + "   ",
+                                                                   source.data() + "hole"));
   const RecordedCache cache = RecordedCache::load(file.path());
   CHECK(reinterpret_cast<std::uintptr_t>(cache.layers()[0].query.data) % 16 == 0);
   CHECK(element(cache.layers()[0].key, 0, 0, 1) == 3.125f);
@@ -201,7 +214,7 @@ TEST_CASE("a bad file is refused with tensor, value and limit", "[recorded_cache
   // What is spoilt, and what the message must say.
   struct Case {
     std::string what;
-    std::function<void(SafeTensorsFile&, Json&)> spoil;  // tensors before the header is made, then the header
+    std::function<void(SafeTensorsFile&, Json&)> spoil;  // tensors and header
     std::vector<std::string> says;
   };
   const auto replace = [](std::string name, SafeTensor tensor) {
@@ -213,42 +226,85 @@ TEST_CASE("a bad file is refused with tensor, value and limit", "[recorded_cache
   const auto in_header = [](std::string name, std::string member, Json value) {
     return [=](SafeTensorsFile&, Json& header) { header[name][member] = value; };
   };
-  const auto metadata = [](std::string key, Json value) { 
+  const auto metadata = [](std::string key, Json value) {
     return [=](SafeTensorsFile&, Json& header) { header["__metadata__"][key] = value; };
   };
   const auto number = [](const std::string& text) { return Json::parse(text); };
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const float infinity = std::numeric_limits<float>::infinity();
-  const auto spoilt = [](DType type, std::vector<std::int64_t> shape, std::size_t index, float value) {
+  const auto spoilt = [](DType type, std::vector<std::int64_t> shape, std::size_t index,
+                         float value) {
     std::vector<float> values = ramp(shape);
     values[index] = value;
     return make_tensor(type, shape, values);
   };
 
   std::vector<Case> cases{
-      {"extra dimension", in_header("layers.3.key", "shape", {kKvHeads, kTokens, kKeyDim, 1}), {"layers.3.key", "4 dimensions", "expected 3"}},
-      {"wrong type", replace("layers.3.key", {"I16", {kKvHeads, kTokens, kKeyDim}, std::string(80, '\1')}), {"layers.3.key", "I16", "F32, F16, BF16"}},
-      {"unknown type", replace("layers.3.key", {"Q4", {kKvHeads, kTokens, kKeyDim}, std::string(20, '\1')}), {"layers.3.key", "Q4"}},
-      {"type of importance", replace("layers.3.importance.first", {"F64", {kKvHeads, kTokens}, std::string(80, '\0')}), {"layers.3.importance.first", "F64"}},
-      {"size is not that of the shape", in_header("layers.3.key", "shape", {kKvHeads, kTokens, kKeyDim + 1}), {"layers.3.key", "100 bytes", "span 80"}},
-      {"size overflows", in_header("layers.3.key", "shape", {1LL << 40, 1LL << 40, 4}), {"layers.3.key", "overflows"}},
-      {"size overflows beside 0", in_header("layers.3.key", "shape", {1LL << 40, 1LL << 40, 0}), {"layers.3.key", "overflows"}},
-      {"empty tensor", replace("layers.3.key", {"F16", {kKvHeads, 0, kKeyDim}, ""}), {"layers.3.key", "[2, 0, 4]"}},
-      {"begin behind end", in_header("layers.3.key", "data_offsets", {100, 20}), {"layers.3.key", "100", "20"}},
-      {"end behind the data", in_header("layers.3.key", "data_offsets", {1000000, 1000080}), {"layers.3.key", "1000080"}},
-      {"three offsets", in_header("layers.3.key", "data_offsets", {0, 80, 90}), {"layers.3.key", "data_offsets"}},
-      {"offsets no array", in_header("layers.3.key", "data_offsets", 80), {"layers.3.key", "data_offsets"}},
-      {"negative offset", in_header("layers.3.key", "data_offsets", {-80, 0}), {"layers.3.key", "data_offsets"}},
-      {"fractional offset", in_header("layers.3.key", "data_offsets", {0.5, 80}), {"layers.3.key", "data_offsets"}},
-      {"offset as a string", in_header("layers.3.key", "data_offsets", {"0", 80}), {"layers.3.key", "data_offsets"}},
-      {"offset beyond 63 bits", in_header("layers.3.key", "data_offsets", {0, number("18446744073709551615")}), {"layers.3.key", "18446744073709551615"}},
-      {"offset beyond 64 bits", in_header("layers.3.key", "data_offsets", {0, number("36893488147419103232")}), {"layers.3.key", "data_offsets"}},
-      {"negative shape", in_header("layers.3.key", "shape", {-2, -5, 8}), {"layers.3.key", "shape"}},
+      {"extra dimension",
+       in_header("layers.3.key", "shape", {kKvHeads, kTokens, kKeyDim, 1}),
+       {"layers.3.key", "4 dimensions", "expected 3"}},
+      {"wrong type",
+       replace("layers.3.key", {"I16", {kKvHeads, kTokens, kKeyDim}, std::string(80, '\1')}),
+       {"layers.3.key", "I16", "F32, F16, BF16"}},
+      {"unknown type",
+       replace("layers.3.key", {"Q4", {kKvHeads, kTokens, kKeyDim}, std::string(20, '\1')}),
+       {"layers.3.key", "Q4"}},
+      {"type of importance",
+       replace("layers.3.importance.first", {"F64", {kKvHeads, kTokens}, std::string(80, '\0')}),
+       {"layers.3.importance.first", "F64"}},
+      {"size is not that of the shape",
+       in_header("layers.3.key", "shape", {kKvHeads, kTokens, kKeyDim + 1}),
+       {"layers.3.key", "100 bytes", "span 80"}},
+      {"size overflows",
+       in_header("layers.3.key", "shape", {1LL << 40, 1LL << 40, 4}),
+       {"layers.3.key", "overflows"}},
+      {"size overflows beside 0",
+       in_header("layers.3.key", "shape", {1LL << 40, 1LL << 40, 0}),
+       {"layers.3.key", "overflows"}},
+      {"empty tensor",
+       replace("layers.3.key", {"F16", {kKvHeads, 0, kKeyDim}, ""}),
+       {"layers.3.key", "[2, 0, 4]"}},
+      {"begin behind end",
+       in_header("layers.3.key", "data_offsets", {100, 20}),
+       {"layers.3.key", "100", "20"}},
+      {"end behind the data",
+       in_header("layers.3.key", "data_offsets", {1000000, 1000080}),
+       {"layers.3.key", "1000080"}},
+      {"three offsets",
+       in_header("layers.3.key", "data_offsets", {0, 80, 90}),
+       {"layers.3.key", "data_offsets"}},
+      {"offsets no array",
+       in_header("layers.3.key", "data_offsets", 80),
+       {"layers.3.key", "data_offsets"}},
+      {"negative offset",
+       in_header("layers.3.key", "data_offsets", {-80, 0}),
+       {"layers.3.key", "data_offsets"}},
+      {"fractional offset",
+       in_header("layers.3.key", "data_offsets", {0.5, 80}),
+       {"layers.3.key", "data_offsets"}},
+      {"offset as a string",
+       in_header("layers.3.key", "data_offsets", {"0", 80}),
+       {"layers.3.key", "data_offsets"}},
+      {"offset beyond 63 bits",
+       in_header("layers.3.key", "data_offsets", {0, number("18446744073709551615")}),
+       {"layers.3.key", "18446744073709551615"}},
+      {"offset beyond 64 bits",
+       in_header("layers.3.key", "data_offsets", {0, number("36893488147419103232")}),
+       {"layers.3.key", "data_offsets"}},
+      {"negative shape",
+       in_header("layers.3.key", "shape", {-2, -5, 8}),
+       {"layers.3.key", "shape"}},
       {"shape no array", in_header("layers.3.key", "shape", "2,5,4"), {"layers.3.key", "shape"}},
       {"type no string", in_header("layers.3.key", "dtype", 16), {"layers.3.key", "dtype"}},
-      {"tensor no object", [](SafeTensorsFile&, Json& h) { h["layers.3.key"] = 7; }, {"layers.3.key", "dtype"}},
-      {"member missing", [](SafeTensorsFile&, Json& h) { h["layers.3.key"].erase("shape"); }, {"layers.3.key", "shape"}},
-      {"metadata no object", [](SafeTensorsFile&, Json& h) { h["__metadata__"] = "x"; }, {"__metadata__"}},
+      {"tensor no object",
+       [](SafeTensorsFile&, Json& h) { h["layers.3.key"] = 7; },
+       {"layers.3.key", "dtype"}},
+      {"member missing",
+       [](SafeTensorsFile&, Json& h) { h["layers.3.key"].erase("shape"); },
+       {"layers.3.key", "shape"}},
+      {"metadata no object",
+       [](SafeTensorsFile&, Json& h) { h["__metadata__"] = "x"; },
+       {"__metadata__"}},
       {"metadata no string", metadata("scale", 0.5), {"metadata", "scale", "not a string"}},
       {"scale no number", metadata("scale", "0.5x"), {"scale", "0.5x"}},
       {"scale empty", metadata("scale", ""), {"scale"}},
@@ -257,27 +313,61 @@ TEST_CASE("a bad file is refused with tensor, value and limit", "[recorded_cache
       {"soft cap negative", metadata("soft_cap", "-1"), {"soft_cap", "-1"}},
       {"window fractional", metadata("window", "1.5"), {"window", "1.5"}},
       {"prompt_tokens no number", metadata("prompt_tokens", "five"), {"prompt_tokens", "five"}},
-      {"prompt_tokens beyond 64 bits", metadata("prompt_tokens", "99999999999999999999"), {"prompt_tokens"}},
+      {"prompt_tokens beyond 64 bits",
+       metadata("prompt_tokens", "99999999999999999999"),
+       {"prompt_tokens"}},
       {"prompt_tokens differ", metadata("prompt_tokens", "6"), {"prompt_tokens", "6", "5"}},
-      {"tokens of value differ", replace("layers.3.value", ramp_tensor(DType::f16, {kKvHeads, kTokens + 1, kValueDim})), {"layers.3.value", "[2, 6, 6]", "[2, 5, 6]"}},
-      {"query heads no multiple", replace("layers.3.query", ramp_tensor(DType::f32, {kSteps, 3, kKeyDim})), {"layers.3.query", "3 query heads", "2 KV heads"}},
-      {"query dim differs", replace("layers.3.query", ramp_tensor(DType::f32, {kSteps, kQueryHeads, kKeyDim + 1})), {"layers.3.query", "[3, 4, 5]"}},
-      {"new_key steps differ", replace("layers.3.new_key", ramp_tensor(DType::f16, {kSteps + 1, kKvHeads, kKeyDim})), {"layers.3.new_key", "[4, 2, 4]"}},
-      {"new_value heads differ", replace("layers.3.new_value", ramp_tensor(DType::f16, {kSteps, kKvHeads + 1, kValueDim})), {"layers.3.new_value", "[3, 3, 6]"}},
-      {"prompt_query dim differs", replace("layers.3.prompt_query", ramp_tensor(DType::f16, {2, kQueryHeads, kKeyDim + 2})), {"layers.3.prompt_query"}},
-      {"importance tokens differ", replace("layers.3.importance.first", ramp_tensor(DType::f32, {kKvHeads, kTokens - 1})), {"layers.3.importance.first", "[2, 4]", "[2, 5]"}},
-      {"NaN key", replace("layers.3.key", spoilt(DType::f16, {kKvHeads, kTokens, kKeyDim}, 26, nan)), {"layers.3.key", "[1, 1, 2]", "nan"}},
-      {"infinite value", replace("layers.7.value", spoilt(DType::bf16, {kKvHeads, kTokens, kValueDim}, 59, infinity)), {"layers.7.value", "[1, 4, 5]", "inf"}},
-      {"NaN query", replace("layers.7.query", spoilt(DType::f32, {kSteps, kQueryHeads, kKeyDim}, 0, nan)), {"layers.7.query", "[0, 0, 0]", "nan"}},
-      {"NaN new_key", replace("layers.7.new_key", spoilt(DType::f16, {kSteps, kKvHeads, kKeyDim}, 1, nan)), {"layers.7.new_key", "[0, 0, 1]"}},
-      {"NaN prompt_query", replace("layers.3.prompt_query", spoilt(DType::f16, {2, kQueryHeads, kKeyDim}, 1, nan)), {"layers.3.prompt_query"}},
-      {"NaN importance", replace("layers.3.importance.first", spoilt(DType::f32, {kKvHeads, kTokens}, 7, nan)), {"layers.3.importance.first", "[1, 2]", "nan"}},
-      {"negative importance", replace("layers.3.importance.second", spoilt(DType::f16, {kKvHeads, kTokens}, 7, -0.25f)), {"layers.3.importance.second", "[1, 2]", "-0.25", "below 0"}},
-      {"infinite importance", replace("layers.3.importance.first", spoilt(DType::f32, {kKvHeads, kTokens}, 0, infinity)), {"layers.3.importance.first", "inf"}},
+      {"tokens of value differ",
+       replace("layers.3.value", ramp_tensor(DType::f16, {kKvHeads, kTokens + 1, kValueDim})),
+       {"layers.3.value", "[2, 6, 6]", "[2, 5, 6]"}},
+      {"query heads no multiple",
+       replace("layers.3.query", ramp_tensor(DType::f32, {kSteps, 3, kKeyDim})),
+       {"layers.3.query", "3 query heads", "2 KV heads"}},
+      {"query dim differs",
+       replace("layers.3.query", ramp_tensor(DType::f32, {kSteps, kQueryHeads, kKeyDim + 1})),
+       {"layers.3.query", "[3, 4, 5]"}},
+      {"new_key steps differ",
+       replace("layers.3.new_key", ramp_tensor(DType::f16, {kSteps + 1, kKvHeads, kKeyDim})),
+       {"layers.3.new_key", "[4, 2, 4]"}},
+      {"new_value heads differ",
+       replace("layers.3.new_value", ramp_tensor(DType::f16, {kSteps, kKvHeads + 1, kValueDim})),
+       {"layers.3.new_value", "[3, 3, 6]"}},
+      {"prompt_query dim differs",
+       replace("layers.3.prompt_query", ramp_tensor(DType::f16, {2, kQueryHeads, kKeyDim + 2})),
+       {"layers.3.prompt_query"}},
+      {"importance tokens differ",
+       replace("layers.3.importance.first", ramp_tensor(DType::f32, {kKvHeads, kTokens - 1})),
+       {"layers.3.importance.first", "[2, 4]", "[2, 5]"}},
+      {"NaN key",
+       replace("layers.3.key", spoilt(DType::f16, {kKvHeads, kTokens, kKeyDim}, 26, nan)),
+       {"layers.3.key", "[1, 1, 2]", "nan"}},
+      {"infinite value",
+       replace("layers.7.value", spoilt(DType::bf16, {kKvHeads, kTokens, kValueDim}, 59, infinity)),
+       {"layers.7.value", "[1, 4, 5]", "inf"}},
+      {"NaN query",
+       replace("layers.7.query", spoilt(DType::f32, {kSteps, kQueryHeads, kKeyDim}, 0, nan)),
+       {"layers.7.query", "[0, 0, 0]", "nan"}},
+      {"NaN new_key",
+       replace("layers.7.new_key", spoilt(DType::f16, {kSteps, kKvHeads, kKeyDim}, 1, nan)),
+       {"layers.7.new_key", "[0, 0, 1]"}},
+      {"NaN prompt_query",
+       replace("layers.3.prompt_query", spoilt(DType::f16, {2, kQueryHeads, kKeyDim}, 1, nan)),
+       {"layers.3.prompt_query"}},
+      {"NaN importance",
+       replace("layers.3.importance.first", spoilt(DType::f32, {kKvHeads, kTokens}, 7, nan)),
+       {"layers.3.importance.first", "[1, 2]", "nan"}},
+      {"negative importance",
+       replace("layers.3.importance.second", spoilt(DType::f16, {kKvHeads, kTokens}, 7, -0.25f)),
+       {"layers.3.importance.second", "[1, 2]", "-0.25", "below 0"}},
+      {"infinite importance",
+       replace("layers.3.importance.first", spoilt(DType::f32, {kKvHeads, kTokens}, 0, infinity)),
+       {"layers.3.importance.first", "inf"}},
   };
   for (const char* part : {"key", "value", "query", "new_key", "new_value"}) {
     const std::string name = std::string("layers.7.") + part;
-    cases.push_back({"missing " + name, [name](SafeTensorsFile&, Json& h) { h.erase(name); }, {name, "missing"}});
+    cases.push_back({"missing " + name,
+                     [name](SafeTensorsFile&, Json& h) { h.erase(name); },
+                     {name, "missing"}});
   }
   cases.push_back({"no layer",
                    [](SafeTensorsFile& f, Json& h) {
@@ -285,33 +375,36 @@ TEST_CASE("a bad file is refused with tensor, value and limit", "[recorded_cache
                      h = f.header();
                    },
                    {"no recorded layer"}});
-  cases.push_back({"layers of different length",
-                   [](SafeTensorsFile& f, Json& h) {
-                     f.metadata.clear();
-                     f.tensors["layers.7.key"] = ramp_tensor(DType::f16, {kKvHeads, 4, kKeyDim});
-                     f.tensors["layers.7.value"] = ramp_tensor(DType::f16, {kKvHeads, 4, kValueDim});
-                     f.tensors["layers.7.importance.first"] = ramp_tensor(DType::f16, {kKvHeads, 4});
-                     f.tensors["layers.7.importance.second"] = ramp_tensor(DType::f16, {kKvHeads, 4});
-                     h = f.header();
-                   },
-                   {"layers.7.key", "4 tokens", "5"}});
-  cases.push_back({"layers of different steps",
-                   [](SafeTensorsFile& f, Json& h) {
-                     f.tensors["layers.7.query"] = ramp_tensor(DType::f32, {2, kQueryHeads, kKeyDim});
-                     f.tensors["layers.7.new_key"] = ramp_tensor(DType::f16, {2, kKvHeads, kKeyDim});
-                     f.tensors["layers.7.new_value"] = ramp_tensor(DType::f16, {2, kKvHeads, kValueDim});
-                     h = f.header();
-                   },
-                   {"layers.7.query", "2 steps", "3"}});
-  cases.push_back({"scale missing and head sizes differ",
-                   [](SafeTensorsFile& f, Json& h) {
-                     f.metadata.clear();
-                     f.tensors["layers.7.key"] = ramp_tensor(DType::f16, {kKvHeads, kTokens, 8});
-                     f.tensors["layers.7.query"] = ramp_tensor(DType::f32, {kSteps, kQueryHeads, 8});
-                     f.tensors["layers.7.new_key"] = ramp_tensor(DType::f16, {kSteps, kKvHeads, 8});
-                     h = f.header();
-                   },
-                   {"scale", "8"}});
+  cases.push_back(
+      {"layers of different length",
+       [](SafeTensorsFile& f, Json& h) {
+         f.metadata.clear();
+         f.tensors["layers.7.key"] = ramp_tensor(DType::f16, {kKvHeads, 4, kKeyDim});
+         f.tensors["layers.7.value"] = ramp_tensor(DType::f16, {kKvHeads, 4, kValueDim});
+         f.tensors["layers.7.importance.first"] = ramp_tensor(DType::f16, {kKvHeads, 4});
+         f.tensors["layers.7.importance.second"] = ramp_tensor(DType::f16, {kKvHeads, 4});
+         h = f.header();
+       },
+       {"layers.7.key", "4 tokens", "5"}});
+  cases.push_back(
+      {"layers of different steps",
+       [](SafeTensorsFile& f, Json& h) {
+         f.tensors["layers.7.query"] = ramp_tensor(DType::f32, {2, kQueryHeads, kKeyDim});
+         f.tensors["layers.7.new_key"] = ramp_tensor(DType::f16, {2, kKvHeads, kKeyDim});
+         f.tensors["layers.7.new_value"] = ramp_tensor(DType::f16, {2, kKvHeads, kValueDim});
+         h = f.header();
+       },
+       {"layers.7.query", "2 steps", "3"}});
+  cases.push_back(
+      {"scale missing and head sizes differ",
+       [](SafeTensorsFile& f, Json& h) {
+         f.metadata.clear();
+         f.tensors["layers.7.key"] = ramp_tensor(DType::f16, {kKvHeads, kTokens, 8});
+         f.tensors["layers.7.query"] = ramp_tensor(DType::f32, {kSteps, kQueryHeads, 8});
+         f.tensors["layers.7.new_key"] = ramp_tensor(DType::f16, {kSteps, kKvHeads, 8});
+         h = f.header();
+       },
+       {"scale", "8"}});
   cases.push_back({"overlap",
                    [](SafeTensorsFile&, Json& h) {
                      const std::int64_t begin = h["layers.7.key"]["data_offsets"][0];
@@ -354,14 +447,18 @@ TEST_CASE("a bad header is refused", "[recorded_cache]") {
   // A key twice: a tensor, a member of a tensor, a metadata word.
   const std::string copy = "\"layers.3.key\":" + good.header()["layers.3.key"].dump();
   CHECK(contains(with_header("{" + copy + "," + header.substr(1)), "'layers.3.key' twice"));
-  CHECK(contains(with_header("{\"x\":{\"dtype\":\"U8\",\"dtype\":\"U8\"}," + header.substr(1)), "'dtype' twice"));
-  CHECK(contains(with_header("{\"x\":{\"\\u0064type\":\"U8\",\"dtype\":\"U8\"}," + header.substr(1)), "'dtype' twice"));
+  CHECK(contains(with_header("{\"x\":{\"dtype\":\"U8\",\"dtype\":\"U8\"}," + header.substr(1)),
+                 "'dtype' twice"));
+  CHECK(
+      contains(with_header("{\"x\":{\"\\u0064type\":\"U8\",\"dtype\":\"U8\"}," + header.substr(1)),
+               "'dtype' twice"));
   // The same key in two objects is fine.
   CHECK(with_header(header).empty());
 
   // Lengths that the file does not have.
   std::string bytes = good.bytes();
-  for (const std::uint64_t length : {std::uint64_t{bytes.size() - 7}, std::uint64_t{1} << 32, ~std::uint64_t{0}, std::uint64_t{1} << 63}) {
+  for (const std::uint64_t length : {std::uint64_t{bytes.size() - 7}, std::uint64_t{1} << 32,
+                                     ~std::uint64_t{0}, std::uint64_t{1} << 63}) {
     for (unsigned i = 0; i < 8; ++i) bytes[i] = static_cast<char>(length >> (8 * i) & 0xffu);
     const std::string message = complaint(file, bytes);
     CHECK(contains(message, std::to_string(length)));

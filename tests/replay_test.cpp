@@ -1,4 +1,5 @@
-// The replay program: its command line, its measurements on a small synthetic recording, and what it writes.
+// The replay program: its command line, its measurements on a small synthetic recording, and what
+// it writes.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -26,26 +27,28 @@ namespace {
 
 using namespace verkv::replay;
 using verkv::DType;
-using verkv::RecordedCache;
 using verkv::kOff;
+using verkv::RecordedCache;
+using verkv::test::make_tensor;
 using verkv::test::SafeTensorsFile;
 using verkv::test::TemporaryFile;
-using verkv::test::make_tensor;
 using Json = nlohmann::json;
 
 constexpr std::int64_t kTokens = 400;
 constexpr std::int64_t kSteps = 6;
 
-// Two layers of unlike shape; keys and queries normal, importance log-normal and unrelated to them, so that sampling
-// has something to get wrong.
+// Two layers of unlike shape; keys and queries normal, importance log-normal and unrelated to them,
+// so that sampling has something to get wrong.
 std::string synthetic_recording() {
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
-  const auto tensor = [&](DType type, std::vector<std::int64_t> shape, float scale, bool positive = false) {
+  const auto tensor = [&](DType type, std::vector<std::int64_t> shape, float scale,
+                          bool positive = false) {
     std::int64_t count = 1;
     for (const std::int64_t extent : shape) count *= extent;
     std::vector<float> values(static_cast<std::size_t>(count));
-    for (float& value : values) value = positive ? std::exp(normal(random)) : scale * normal(random);
+    for (float& value : values)
+      value = positive ? std::exp(normal(random)) : scale * normal(random);
     return make_tensor(type, std::move(shape), values);
   };
   SafeTensorsFile file;
@@ -59,7 +62,8 @@ std::string synthetic_recording() {
     file.tensors[prefix + "new_key"] = tensor(DType::f16, {kSteps, kv_heads, dim}, 1.5f);
     file.tensors[prefix + "new_value"] = tensor(DType::f16, {kSteps, kv_heads, dim}, 1);
     for (const char* name : {"kvzip", "kvzip_mean", "h2o"}) {
-      file.tensors[prefix + "importance." + name] = tensor(DType::f32, {kv_heads, kTokens}, 1, true);
+      file.tensors[prefix + "importance." + name] =
+          tensor(DType::f32, {kv_heads, kTokens}, 1, true);
     }
   }
   file.metadata = {{"model", "synthetic"}, {"prompt_tokens", std::to_string(kTokens)}};
@@ -86,7 +90,9 @@ Run run(const RecordedCache& cache, const Options& options) {
   return result;
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 // The message of the UsageError that f ends in.
 template <class F>
@@ -109,15 +115,57 @@ void check_text(const std::string& text) {
   }
 }
 
-const std::vector<std::string> kRowFields{
-    "method", "layer", "keep", "epsilon", "delta", "risk", "probability", "sketch", "select", "fetch", "importance", "promise",
-    "tolerance", "resident_fraction", "fetched_fraction", "moved_fraction", "moved_tokens", "read_fraction",
-    "read_with_sketch_fraction", "fetching_share", "fetched_per_fetching", "failure_redraws", "failure_redraws_low",
-    "failure_redraws_high", "trials_redraws", "failure_redraws_worst_query", "failure_steps", "failure_steps_low",
-    "failure_steps_high", "trials", "failure_steps_unfetched", "trials_unfetched", "failure_steps_fetched",
-    "trials_fetched", "failure_any_head", "trials_any_head", "uncertified_share", "certificate_median", "certificate_p95",
-    "output_error_median", "output_error_p95", "output_error_worst", "step_ns", "dense_ns", "cache_bytes",
-    "resident_bytes", "sketch_bytes", "metadata_bytes", "host_bytes", "workspace_bytes", "fetched_bytes"};
+const std::vector<std::string> kRowFields{"method",
+                                          "layer",
+                                          "keep",
+                                          "epsilon",
+                                          "delta",
+                                          "risk",
+                                          "probability",
+                                          "sketch",
+                                          "select",
+                                          "fetch",
+                                          "importance",
+                                          "promise",
+                                          "tolerance",
+                                          "resident_fraction",
+                                          "fetched_fraction",
+                                          "moved_fraction",
+                                          "moved_tokens",
+                                          "read_fraction",
+                                          "read_with_sketch_fraction",
+                                          "fetching_share",
+                                          "fetched_per_fetching",
+                                          "failure_redraws",
+                                          "failure_redraws_low",
+                                          "failure_redraws_high",
+                                          "trials_redraws",
+                                          "failure_redraws_worst_query",
+                                          "failure_steps",
+                                          "failure_steps_low",
+                                          "failure_steps_high",
+                                          "trials",
+                                          "failure_steps_unfetched",
+                                          "trials_unfetched",
+                                          "failure_steps_fetched",
+                                          "trials_fetched",
+                                          "failure_any_head",
+                                          "trials_any_head",
+                                          "uncertified_share",
+                                          "certificate_median",
+                                          "certificate_p95",
+                                          "output_error_median",
+                                          "output_error_p95",
+                                          "output_error_worst",
+                                          "step_ns",
+                                          "dense_ns",
+                                          "cache_bytes",
+                                          "resident_bytes",
+                                          "sketch_bytes",
+                                          "metadata_bytes",
+                                          "host_bytes",
+                                          "workspace_bytes",
+                                          "fetched_bytes"};
 
 }  // namespace
 
@@ -147,8 +195,9 @@ TEST_CASE("options are read", "[replay]") {
   CHECK(topk.epsilon == kOff);
   CHECK(topk.risk == kOff);
 
-  const Options other = parse({"--keep", "0.5", "--sketch", "exact", "--fetch", "never", "--order", "exact", "--pool",
-                               "sequence", "--layers", "5,2,5", "--cap", "off", "--simd", "scalar", "--threads", "3"});
+  const Options other = parse({"--keep", "0.5", "--sketch", "exact", "--fetch", "never", "--order",
+                               "exact", "--pool", "sequence", "--layers", "5,2,5", "--cap", "off",
+                               "--simd", "scalar", "--threads", "3"});
   CHECK(other.keep == 0.5);
   CHECK(other.sketch == "exact");
   CHECK(other.fetch == verkv::FetchMode::never);
@@ -222,9 +271,11 @@ TEST_CASE("the help explains each option", "[replay]") {
   CHECK(!parsed.options.has_value());
   CHECK(parsed.exit_code == 0);
   check_text(parsed.text);
-  for (const char* option : {"--keep", "--epsilon", "--delta", "--risk", "--probability", "--sketch", "--select", "--fetch",
-                             "--order", "--importance", "--pool", "--sink", "--local", "--seeds", "--redraws", "--json",
-                             "--compare", "--layers", "--steps", "--threads", "--cap", "--simd", "KVzip"}) {
+  for (const char* option :
+       {"--keep",   "--epsilon", "--delta",   "--risk",       "--probability", "--sketch",
+        "--select", "--fetch",   "--order",   "--importance", "--pool",        "--sink",
+        "--local",  "--seeds",   "--redraws", "--json",       "--compare",     "--layers",
+        "--steps",  "--threads", "--cap",     "--simd",       "KVzip"}) {
     INFO(option);
     CHECK(contains(parsed.text, option));
   }
@@ -233,7 +284,9 @@ TEST_CASE("the help explains each option", "[replay]") {
 TEST_CASE("what the recording does not have is named with what it has", "[replay]") {
   const TemporaryFile file("verkv-replay", synthetic_recording());
   const RecordedCache cache = RecordedCache::load(file.path());
-  const std::string importance = usage_error([&] { select_methods(parse({"--importance", "gate"}), cache); });
+  const std::string importance = usage_error([&] {
+    select_methods(parse({"--importance", "gate"}), cache);
+  });
   CHECK(contains(importance, "gate"));
   CHECK(contains(importance, "h2o, kvzip, kvzip_mean"));
   const std::string layer = usage_error([&] { select_layers(parse({"--layers", "2,3"}), cache); });
@@ -245,8 +298,10 @@ TEST_CASE("what the recording does not have is named with what it has", "[replay
 
   // A recording with neither of the usual scores.
   SafeTensorsFile bare;
-  for (const char* part : {"key", "value"}) bare.tensors[std::string("layers.0.") + part] = make_tensor(DType::f16, {1, 2, 1}, {1, 1});
-  for (const char* part : {"query", "new_key", "new_value"}) bare.tensors[std::string("layers.0.") + part] = make_tensor(DType::f16, {1, 1, 1}, {1});
+  for (const char* part : {"key", "value"})
+    bare.tensors[std::string("layers.0.") + part] = make_tensor(DType::f16, {1, 2, 1}, {1, 1});
+  for (const char* part : {"query", "new_key", "new_value"})
+    bare.tensors[std::string("layers.0.") + part] = make_tensor(DType::f16, {1, 1, 1}, {1});
   file.write(bare.bytes());
   const RecordedCache without = RecordedCache::load(file.path());
   CHECK(contains(usage_error([&] { select_methods(parse({}), without); }), "none"));
@@ -282,13 +337,16 @@ TEST_CASE("with the exact sketch the promise holds over redraws", "[replay][stat
   const TemporaryFile file("verkv-replay", synthetic_recording());
   const RecordedCache cache = RecordedCache::load(file.path());
   for (const std::vector<std::string>& rule :
-       {std::vector<std::string>{"--epsilon", "0.3"}, std::vector<std::string>{"--epsilon", "0.1"}, std::vector<std::string>{"--risk", "1e-3"}}) {
-    std::vector<std::string> arguments{"--sketch", "exact", "--keep", "0.25", "--local", "8", "--delta", "0.1", "--redraws", "200"};
+       {std::vector<std::string>{"--epsilon", "0.3"}, std::vector<std::string>{"--epsilon", "0.1"},
+        std::vector<std::string>{"--risk", "1e-3"}}) {
+    std::vector<std::string> arguments{"--sketch", "exact",   "--keep", "0.25",      "--local",
+                                       "8",        "--delta", "0.1",    "--redraws", "200"};
     arguments.insert(arguments.end(), rule.begin(), rule.end());
     const Run result = run(cache, parse(arguments));
     for (const Row& row : result.measurement.rows) {
       CHECK(row.redraws.trials > 0);
-      // delta is an upper bound of each query's rate, and the bound is loose; a rate above it is a defect, not chance.
+      // delta is an upper bound of each query's rate, and the bound is loose; a rate above it is a
+      // defect, not chance.
       CHECK(row.redraws.value() <= 0.1);
     }
   }
@@ -297,7 +355,8 @@ TEST_CASE("with the exact sketch the promise holds over redraws", "[replay][stat
 TEST_CASE("measurements add up", "[replay]") {
   const TemporaryFile file("verkv-replay", synthetic_recording());
   const RecordedCache cache = RecordedCache::load(file.path());
-  const Run result = run(cache, parse({"--epsilon", "0.2", "--keep", "0.25", "--local", "8", "--seeds", "3", "--redraws", "5"}));
+  const Run result = run(cache, parse({"--epsilon", "0.2", "--keep", "0.25", "--local", "8",
+                                       "--seeds", "3", "--redraws", "5"}));
   const std::vector<Row>& rows = result.measurement.rows;
   REQUIRE(rows.size() == 3);
   CHECK(rows[0].layer == 2);
@@ -325,13 +384,17 @@ TEST_CASE("measurements add up", "[replay]") {
   }
 
   // Neither threads nor instruction sets change what is measured, but for the times.
-  for (const std::vector<std::string>& other : {std::vector<std::string>{"--threads", "1"}, std::vector<std::string>{"--threads", "7"}, std::vector<std::string>{"--simd", "scalar"}}) {
-    std::vector<std::string> arguments{"--epsilon", "0.2", "--keep", "0.25", "--local", "8", "--seeds", "3", "--redraws", "5"};
+  for (const std::vector<std::string>& other :
+       {std::vector<std::string>{"--threads", "1"}, std::vector<std::string>{"--threads", "7"},
+        std::vector<std::string>{"--simd", "scalar"}}) {
+    std::vector<std::string> arguments{"--epsilon", "0.2",     "--keep", "0.25",      "--local",
+                                       "8",         "--seeds", "3",      "--redraws", "5"};
     arguments.insert(arguments.end(), other.begin(), other.end());
     const Row again = run(cache, parse(arguments)).measurement.rows.back();
     CHECK(again.fetched_fraction == all.fetched_fraction);
     CHECK(again.fetched_per_fetching == all.fetched_per_fetching);
-    CHECK(std::fabs(again.output_error_median - all.output_error_median) < 1e-5 * (1 + all.output_error_median));
+    CHECK(std::fabs(again.output_error_median - all.output_error_median) <
+          1e-5 * (1 + all.output_error_median));
   }
 
   // One pool over the sequence: one manager, bytes known for all layers together only.
@@ -361,12 +424,19 @@ TEST_CASE("the JSON has every field for every method", "[replay]") {
     CHECK((row.at("layer") == "all" || row.at("layer") == 2 || row.at("layer") == 5));
     CHECK(row.at("output_error_median").is_number());
   }
-  CHECK(methods == std::map<std::string, int>{{"dense", 3}, {"dense_offload", 3}, {"topk", 9}, {"topk_fetch", 9}, {"poisson", 9}, {"certificate", 27}, {"risk", 27}});
+  CHECK(methods == std::map<std::string, int>{{"dense", 3},
+                                              {"dense_offload", 3},
+                                              {"topk", 9},
+                                              {"topk_fetch", 9},
+                                              {"poisson", 9},
+                                              {"certificate", 27},
+                                              {"risk", 27}});
   for (const Json& row : rows) {
     const std::string method = row.at("method");
     CHECK(row.at("epsilon").is_null() == (method != "certificate"));
     CHECK(row.at("risk").is_null() == (method != "risk"));
-    CHECK(row.at("failure_redraws").is_null() == !(method == "certificate" || method == "risk" || method == "poisson"));
+    CHECK(row.at("failure_redraws").is_null() ==
+          !(method == "certificate" || method == "risk" || method == "poisson"));
     if (method == "dense" || method == "dense_offload") CHECK(row.at("output_error_worst") < 1e-5);
     if (method == "dense_offload") {
       CHECK(row.at("keep") == 0);
@@ -412,7 +482,8 @@ TEST_CASE("a JSON file is written whole or not at all", "[replay]") {
     const std::string name = entry.path().filename().string();
     CHECK((name == path.filename().string() || name.rfind(path.filename().string(), 0) != 0));
   }
-  CHECK(contains(usage_error([] { check_writable("/nonexistent/folder/out.json"); }), "/nonexistent/folder/out.json"));
+  CHECK(contains(usage_error([] { check_writable("/nonexistent/folder/out.json"); }),
+                 "/nonexistent/folder/out.json"));
   CHECK(contains(usage_error([&] { check_writable(path.parent_path().string()); }), "directory"));
   CHECK_THROWS_AS(write_file("/nonexistent/folder/out.json", "x"), verkv::Error);
 }
@@ -451,7 +522,8 @@ struct Outcome {
 
 Outcome run_program(const std::string& arguments) {
   const TemporaryFile errors("verkv-replay-errors");
-  const std::string command = "'" VERKV_TEST_REPLAY_PROGRAM "' " + arguments + " >/dev/null 2>'" + errors.path() + "'";
+  const std::string command =
+      "'" VERKV_TEST_REPLAY_PROGRAM "' " + arguments + " >/dev/null 2>'" + errors.path() + "'";
   const int status = std::system(command.c_str());
   std::ifstream in(errors.path());
   std::stringstream text;
@@ -468,7 +540,8 @@ TEST_CASE("the program reports by exit code and one line", "[replay]") {
   const TemporaryFile broken("verkv-replay", synthetic_recording().substr(0, 5000));
   const TemporaryFile out("verkv-replay-out");
   CHECK(run_program("--help").exit_code == 0);
-  const Outcome good = run_program("'" + recording.path() + "' --redraws 2 --json '" + out.path() + "'");
+  const Outcome good =
+      run_program("'" + recording.path() + "' --redraws 2 --json '" + out.path() + "'");
   INFO(good.errors);
   CHECK(good.exit_code == 0);
   std::ifstream in(out.path());

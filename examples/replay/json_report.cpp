@@ -26,36 +26,48 @@ const char* word(FetchOrder order) { return order == FetchOrder::key ? "key" : "
 
 const char* word(FetchMode mode) {
   switch (mode) {
-    case FetchMode::verified: return "verified";
-    case FetchMode::never: return "never";
-    case FetchMode::always: return "always";
+    case FetchMode::verified:
+      return "verified";
+    case FetchMode::never:
+      return "never";
+    case FetchMode::always:
+      return "always";
   }
   return "?";
 }
 
 const char* word(Pool pool) {
   switch (pool) {
-    case Pool::head: return "head";
-    case Pool::layer: return "layer";
-    case Pool::sequence: return "sequence";
+    case Pool::head:
+      return "head";
+    case Pool::layer:
+      return "layer";
+    case Pool::sequence:
+      return "sequence";
   }
   return "?";
 }
 
 const char* word(Promise promise) {
   switch (promise) {
-    case Promise::none: return "none";
-    case Promise::epsilon: return "epsilon";
-    case Promise::certificate: return "certificate";
+    case Promise::none:
+      return "none";
+    case Promise::epsilon:
+      return "epsilon";
+    case Promise::certificate:
+      return "certificate";
   }
   return "?";
 }
 
 std::string sketch_word(const SketchConfig& sketch) {
   switch (sketch.kind) {
-    case SketchKind::exact: return "exact";
-    case SketchKind::minmax: return "minmax";
-    case SketchKind::lloyd_max: return fmt::format("{}", sketch.bits);
+    case SketchKind::exact:
+      return "exact";
+    case SketchKind::minmax:
+      return "minmax";
+    case SketchKind::lloyd_max:
+      return fmt::format("{}", sketch.bits);
   }
   return "?";
 }
@@ -75,7 +87,8 @@ Json row_json(const Row& row) {
   Json json;
   json["method"] = method.name;
   json["layer"] = row.layer ? Json(*row.layer) : Json("all");
-  json["keep"] = method.name == "dense_offload" && method.config.keep < 1e-9 ? 0.0 : method.config.keep;
+  json["keep"] =
+      method.name == "dense_offload" && method.config.keep < 1e-9 ? 0.0 : method.config.keep;
   json["epsilon"] = number(fetch.epsilon);
   json["delta"] = fetch.delta;
   json["risk"] = number(fetch.risk);
@@ -85,7 +98,8 @@ Json row_json(const Row& row) {
   json["fetch"] = word(fetch.mode);
   json["importance"] = method.importance;
   json["promise"] = word(method.promise);
-  json["tolerance"] = method.promise == Promise::certificate ? Json(nullptr) : Json(method.tolerance);
+  json["tolerance"] =
+      method.promise == Promise::certificate ? Json(nullptr) : Json(method.tolerance);
 
   json["resident_fraction"] = number(row.resident_fraction);
   json["fetched_fraction"] = number(row.fetched_fraction);
@@ -123,7 +137,9 @@ Json row_json(const Row& row) {
 }
 
 // A file of this process beside the one that is meant.
-std::string temporary_name(const std::string& path) { return fmt::format("{}.{}.tmp", path, ::getpid()); }
+std::string temporary_name(const std::string& path) {
+  return fmt::format("{}.{}.tmp", path, ::getpid());
+}
 
 struct CloseFile {
   void operator()(std::FILE* file) const { std::fclose(file); }
@@ -132,9 +148,11 @@ using File = std::unique_ptr<std::FILE, CloseFile>;
 
 }  // namespace
 
-std::string json_report(const RecordedCache& cache, const Options& options, const Measurement& measurement) {
+std::string json_report(const RecordedCache& cache, const Options& options,
+                        const Measurement& measurement) {
   Json settings;
-  settings["version"] = fmt::format("{}.{}.{}", VERKV_VERSION_MAJOR, VERKV_VERSION_MINOR, VERKV_VERSION_PATCH);
+  settings["version"] =
+      fmt::format("{}.{}.{}", VERKV_VERSION_MAJOR, VERKV_VERSION_MINOR, VERKV_VERSION_PATCH);
   settings["file"] = options.file;
   Json metadata = Json::object();
   for (const auto& [key, value] : cache.metadata()) metadata[key] = value;
@@ -162,23 +180,26 @@ std::string json_report(const RecordedCache& cache, const Options& options, cons
   Json report;
   report["settings"] = std::move(settings);
   report["rows"] = std::move(rows);
-  return report.dump(1, ' ', true) + "\n";
+  // A path need not be UTF-8; JSON is.
+  return report.dump(1, ' ', true, Json::error_handler_t::replace) + "\n";
 }
 
 void check_writable(const std::string& path) {
   std::error_code error;
-  if (std::filesystem::is_directory(path, error)) throw UsageError(fmt::format("--json {}: is a directory", path));
+  if (std::filesystem::is_directory(path, error))
+    throw UsageError(fmt::format("--json {}: is a directory", path));
   const std::string temporary = temporary_name(path);
   const File file(std::fopen(temporary.c_str(), "wb"));
-  if (!file) throw UsageError(fmt::format("--json {}: cannot be written: {}", path, std::strerror(errno)));
+  if (!file)
+    throw UsageError(fmt::format("--json {}: cannot be written: {}", path, std::strerror(errno)));
   std::filesystem::remove(temporary, error);
 }
 
 void write_file(const std::string& path, const std::string& text) {
   const std::string temporary = temporary_name(path);
   File file(std::fopen(temporary.c_str(), "wb"));
-  bool good = file && std::fwrite(text.data(), 1, text.size(), file.get()) == text.size() && std::fflush(file.get()) == 0 &&
-              ::fsync(::fileno(file.get())) == 0;
+  bool good = file && std::fwrite(text.data(), 1, text.size(), file.get()) == text.size() &&
+              std::fflush(file.get()) == 0 && ::fsync(::fileno(file.get())) == 0;
   std::error_code error(good ? 0 : errno, std::generic_category());
   file.reset();
   if (good) std::filesystem::rename(temporary, path, error);

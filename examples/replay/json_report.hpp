@@ -10,7 +10,8 @@
 namespace verkv::replay {
 
 // Numbers that do not apply or are not finite are null.
-std::string json_report(const RecordedCache& cache, const Options& options, const Measurement& measurement);
+std::string json_report(const RecordedCache& cache, const Options& options,
+                        const Measurement& measurement);
 
 // Throws UsageError if no file can be written at `path`. Leaves nothing behind.
 void check_writable(const std::string& path);

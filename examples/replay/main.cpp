@@ -1,6 +1,7 @@
-// verkv_replay: the keys, values and queries that a real model left in a file go through the whole method, and a table
-// says how good, how small and how honest the result is. What it shows about the library is in measure.cpp:
-// the calls an engine would make (create, append, compress, attend), and the report that comes back.
+// verkv_replay: the keys, values and queries that a real model left in a file go through the whole
+// method, and a table says how good, how small and how honest the result is. What it shows about
+// the library is in measure.cpp: the calls an engine would make (create, append, compress, attend),
+// and the report that comes back.
 #include <chrono>
 #include <cstdio>
 #include <exception>
@@ -35,10 +36,12 @@ class ProgressLine {
 
   void operator()(std::int64_t done, std::int64_t total, std::size_t method) {
     const auto now = std::chrono::steady_clock::now();
-    if (now - last_ < (terminal_ ? std::chrono::milliseconds(100) : std::chrono::seconds(5))) return;
+    if (now - last_ < (terminal_ ? std::chrono::milliseconds(100) : std::chrono::seconds(5)))
+      return;
     last_ = now;
-    std::string text = fmt::format("method {} of {} ({} {})", method + 1, methods_.size(),
-                                   rate_label(methods_[method].config.keep), methods_[method].label);
+    std::string text =
+        fmt::format("method {} of {} ({} {})", method + 1, methods_.size(),
+                    rate_label(methods_[method].config.keep), methods_[method].label);
     if (done > 0) {
       const double spent = std::chrono::duration<double>(now - begin_).count();
       text += fmt::format(", {} % done, {:.0f} s left", 100 * done / total,
@@ -65,14 +68,18 @@ void replay(const Options& options) {
   Measurement measurement;
   {
     ProgressLine line(methods);
-    measurement = measure(cache, options, methods, [&line](std::int64_t done, std::int64_t total, std::size_t method) {
-      line(done, total, method);
-    });
+    measurement = measure(cache, options, methods,
+                          [&line](std::int64_t done, std::int64_t total, std::size_t method) {
+                            line(done, total, method);
+                          });
   }
   if (!options.json.empty()) write_file(options.json, json_report(cache, options, measurement));
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  fmt::print("{}{}{}", table(measurement, options), legend(measurement, options), conclusion(measurement, options));
-  fmt::print("{:.1f} s on {} thread{}{}\n", seconds, measurement.threads, measurement.threads == 1 ? "" : "s",
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  fmt::print("{}{}{}", table(measurement, options), legend(measurement, options),
+             conclusion(measurement, options));
+  fmt::print("{:.1f} s on {} thread{}{}\n", seconds, measurement.threads,
+             measurement.threads == 1 ? "" : "s",
              options.json.empty() ? "" : "; rows of all layers in " + options.json);
 }
 

@@ -23,7 +23,8 @@ namespace {
 constexpr std::uint64_t kFirstRedraw = 1'000'000;
 constexpr std::int64_t kRedrawSteps = 4;
 
-// Runs f(index) for 0 <= index < count on up to `threads` threads, in order of index; rethrows the first exception.
+// Runs f(index) for 0 <= index < count on up to `threads` threads, in order of index; rethrows the
+// first exception.
 template <class F>
 void run_parallel(std::int64_t count, std::int64_t threads, F&& f) {
   std::atomic<std::int64_t> next{0};
@@ -61,9 +62,12 @@ TensorView slice(const TensorView& view, std::int64_t token) {
 float element(const TensorView& view, std::int64_t token, std::int64_t head, std::int64_t i) {
   const void* row = view.row(token, head);
   switch (view.type) {
-    case DType::f32: return static_cast<const float*>(row)[i];
-    case DType::f16: return to_float(static_cast<const Half*>(row)[i]);
-    case DType::bf16: return to_float(static_cast<const BFloat16*>(row)[i]);
+    case DType::f32:
+      return static_cast<const float*>(row)[i];
+    case DType::f16:
+      return to_float(static_cast<const Half*>(row)[i]);
+    case DType::bf16:
+      return to_float(static_cast<const BFloat16*>(row)[i]);
   }
   return 0;
 }
@@ -87,12 +91,14 @@ struct Reference {
   std::vector<double> lse;
 
   std::span<const double> row(std::int64_t index, std::int64_t dim) const {
-    return std::span(output).subspan(static_cast<std::size_t>(index * dim), static_cast<std::size_t>(dim));
+    return std::span(output).subspan(static_cast<std::size_t>(index * dim),
+                                     static_cast<std::size_t>(dim));
   }
 };
 
 // Prompt and new tokens of one KV head as floats, [token][dim].
-std::vector<float> joined(const TensorView& prompt, const TensorView& added, std::int64_t head, std::int64_t steps) {
+std::vector<float> joined(const TensorView& prompt, const TensorView& added, std::int64_t head,
+                          std::int64_t steps) {
   std::vector<float> rows;
   rows.reserve(static_cast<std::size_t>((prompt.tokens + steps) * prompt.dim));
   for (std::int64_t t = 0; t < prompt.tokens; ++t) {
@@ -104,8 +110,8 @@ std::vector<float> joined(const TensorView& prompt, const TensorView& added, std
   return rows;
 }
 
-void make_reference(const RecordedCache& cache, const RecordedLayer& layer, std::int64_t steps, std::int64_t kv_head,
-                    Reference& out) {
+void make_reference(const RecordedCache& cache, const RecordedLayer& layer, std::int64_t steps,
+                    std::int64_t kv_head, Reference& out) {
   const std::vector<float> keys = joined(layer.key, layer.new_key, kv_head, steps);
   const std::vector<float> values = joined(layer.value, layer.new_value, kv_head, steps);
   const std::int64_t group = layer.query_heads / layer.kv_heads;
@@ -114,15 +120,23 @@ void make_reference(const RecordedCache& cache, const RecordedLayer& layer, std:
   for (std::int64_t step = 0; step < steps; ++step) {
     for (std::int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       for (std::int64_t i = 0; i < layer.key_dim; ++i) {
-        query[static_cast<std::size_t>(i)] = static_cast<double>(element(layer.query, step, head, i));
+        query[static_cast<std::size_t>(i)] =
+            static_cast<double>(element(layer.query, step, head, i));
       }
       const std::size_t index = static_cast<std::size_t>(step * layer.query_heads + head);
-      const std::span<double> output = std::span(out.output).subspan(
-          index * static_cast<std::size_t>(layer.value_dim), static_cast<std::size_t>(layer.value_dim));
+      const std::span<double> output =
+          std::span(out.output)
+              .subspan(index * static_cast<std::size_t>(layer.value_dim),
+                       static_cast<std::size_t>(layer.value_dim));
       out.lse[index] = dense_attention(
-          layer.key.tokens + step + 1, std::span<const double>(query), cache.scale(), cache.soft_cap(),
-          [&](std::int64_t t, std::int64_t i) { return keys[static_cast<std::size_t>(t * layer.key_dim + i)]; },
-          [&](std::int64_t t, std::int64_t i) { return values[static_cast<std::size_t>(t * layer.value_dim + i)]; },
+          layer.key.tokens + step + 1, std::span<const double>(query), cache.scale(),
+          cache.soft_cap(),
+          [&](std::int64_t t, std::int64_t i) {
+            return keys[static_cast<std::size_t>(t * layer.key_dim + i)];
+          },
+          [&](std::int64_t t, std::int64_t i) {
+            return values[static_cast<std::size_t>(t * layer.value_dim + i)];
+          },
           std::span<double>(logits), output);
       double square = 0;
       for (const double x : output) square += x * x;
@@ -131,8 +145,9 @@ void make_reference(const RecordedCache& cache, const RecordedLayer& layer, std:
   }
 }
 
-std::vector<Reference> make_references(const RecordedCache& cache, const std::vector<std::size_t>& places,
-                                       std::int64_t steps, std::int64_t threads) {
+std::vector<Reference> make_references(const RecordedCache& cache,
+                                       const std::vector<std::size_t>& places, std::int64_t steps,
+                                       std::int64_t threads) {
   std::vector<Reference> references(places.size());
   std::vector<std::pair<std::size_t, std::int64_t>> heads;
   for (std::size_t i = 0; i < places.size(); ++i) {
@@ -154,7 +169,7 @@ std::vector<Reference> make_references(const RecordedCache& cache, const std::ve
 struct Decision {
   double output_error = 0;
   double denominator_error = 0;
-  double rounding = 0;     // of the comparison itself
+  double rounding = 0;  // of the comparison itself
   double certificate = 0;
   bool certified = false;
   std::int64_t planned = 0;
@@ -162,15 +177,19 @@ struct Decision {
   // Whether it says anything about its error that could turn out wrong.
   bool is_trial(const Method& method) const {
     switch (method.promise) {
-      case Promise::none: return true;
-      case Promise::epsilon: return certified;
-      case Promise::certificate: return std::isfinite(certificate);
+      case Promise::none:
+        return true;
+      case Promise::epsilon:
+        return certified;
+      case Promise::certificate:
+        return std::isfinite(certificate);
     }
     return true;
   }
 
   bool failed(const Method& method) const {
-    const double tolerance = method.promise == Promise::certificate ? certificate : method.tolerance;
+    const double tolerance =
+        method.promise == Promise::certificate ? certificate : method.tolerance;
     return !(denominator_error <= tolerance + rounding);
   }
 };
@@ -203,8 +222,8 @@ struct Unit {
 class Replay {
  public:
   Replay(const RecordedCache& cache, const std::vector<std::size_t>& places, const Unit& unit,
-         const std::vector<Reference>& references, const Method& method, DType storage, std::int64_t threads,
-         std::uint64_t draw)
+         const std::vector<Reference>& references, const Method& method, DType storage,
+         std::int64_t threads, std::uint64_t draw)
       : method_(method) {
     CacheConfig config = method.config;
     config.storage = storage;
@@ -235,7 +254,9 @@ class Replay {
   }
 
   std::size_t layers() const { return layers_.size(); }
-  std::int64_t tokens(std::size_t i) const { return manager_->tokens(sequence_, static_cast<std::int64_t>(i)); }
+  std::int64_t tokens(std::size_t i) const {
+    return manager_->tokens(sequence_, static_cast<std::int64_t>(i));
+  }
   KvCacheManager& manager() { return *manager_; }
 
   // Adds the new token of a step to every layer.
@@ -267,12 +288,14 @@ class Replay {
     const auto begin = std::chrono::steady_clock::now();
     manager_->attend(static_cast<std::int64_t>(i), batch);
     const auto end = std::chrono::steady_clock::now();
-    attend_ns_ = static_cast<double>(std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count());
+    attend_ns_ = static_cast<double>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count());
 
     decisions_.resize(heads);
     for (std::size_t head = 0; head < heads; ++head) {
-      decisions_[head] = judge(*references_[i], step * layer.query_heads + static_cast<std::int64_t>(head),
-                               std::span(output_).subspan(head * dim, dim), lse_[head], query_reports_[head]);
+      decisions_[head] =
+          judge(*references_[i], step * layer.query_heads + static_cast<std::int64_t>(head),
+                std::span(output_).subspan(head * dim, dim), lse_[head], query_reports_[head]);
     }
     return decisions_;
   }
@@ -282,10 +305,11 @@ class Replay {
   const Method& method() const { return method_; }
 
  private:
-  static Decision judge(const Reference& reference, std::int64_t index, std::span<const float> output, float lse,
-                        const QueryHeadReport& report) {
+  static Decision judge(const Reference& reference, std::int64_t index,
+                        std::span<const float> output, float lse, const QueryHeadReport& report) {
     const std::size_t place = static_cast<std::size_t>(index);
-    const std::span<const double> truth = reference.row(index, static_cast<std::int64_t>(output.size()));
+    const std::span<const double> truth =
+        reference.row(index, static_cast<std::int64_t>(output.size()));
     double square = 0;
     for (std::size_t i = 0; i < truth.size(); ++i) {
       const double difference = static_cast<double>(output[i]) - truth[i];
@@ -294,8 +318,10 @@ class Replay {
     Decision decision;
     const double norm = reference.norm[place];
     decision.output_error = square == 0 ? 0.0 : std::sqrt(square) / norm;
-    if (std::isnan(decision.output_error)) decision.output_error = std::numeric_limits<double>::infinity();
-    decision.denominator_error = std::fabs(std::expm1(static_cast<double>(lse) - reference.lse[place]));
+    if (std::isnan(decision.output_error))
+      decision.output_error = std::numeric_limits<double>::infinity();
+    decision.denominator_error =
+        std::fabs(std::expm1(static_cast<double>(lse) - reference.lse[place]));
     // The LSE is a float, and so are the sums behind it.
     decision.rounding = 1e-5 + std::ldexp(std::fabs(reference.lse[place]), -22);
     decision.certificate = report.epsilon;
@@ -344,7 +370,8 @@ UnitTrace follow_steps(Replay& replay, std::int64_t steps) {
 }
 
 // Failure (a): for each layer, the rates of its queries.
-std::vector<std::vector<Rate>> redraw_steps(Replay& replay, const std::vector<std::int64_t>& steps, std::int64_t redraws) {
+std::vector<std::vector<Rate>> redraw_steps(Replay& replay, const std::vector<std::int64_t>& steps,
+                                            std::int64_t redraws) {
   std::vector<std::vector<Rate>> rates(replay.layers());
   std::int64_t appended = 0;
   for (const std::int64_t step : steps) {
@@ -356,11 +383,13 @@ std::vector<std::vector<Rate>> redraw_steps(Replay& replay, const std::vector<st
         const std::span<const Decision> decisions = replay.attend(i, step);
         here[i].resize(decisions.size());
         for (std::size_t head = 0; head < decisions.size(); ++head) {
-          if (decisions[head].is_trial(replay.method())) here[i][head].add(decisions[head].failed(replay.method()));
+          if (decisions[head].is_trial(replay.method()))
+            here[i][head].add(decisions[head].failed(replay.method()));
         }
       }
     }
-    for (std::size_t i = 0; i < here.size(); ++i) rates[i].insert(rates[i].end(), here[i].begin(), here[i].end());
+    for (std::size_t i = 0; i < here.size(); ++i)
+      rates[i].insert(rates[i].end(), here[i].begin(), here[i].end());
   }
   return rates;
 }
@@ -395,7 +424,8 @@ double share(std::int64_t part, std::int64_t whole) {
 
 double median_ns(const LayerResult& result) {
   std::vector<double> values;
-  for (const LayerTrace& trace : result.traces) values.insert(values.end(), trace.step_ns.begin(), trace.step_ns.end());
+  for (const LayerTrace& trace : result.traces)
+    values.insert(values.end(), trace.step_ns.begin(), trace.step_ns.end());
   return quantile(values, 0.5);
 }
 
@@ -411,8 +441,8 @@ double sketch_share(const Method& method, const Row& row, double key_share) {
 
 // One row over the given layers (one, or all).
 Row summarise(const Method& method, const std::vector<const RecordedLayer*>& layers,
-              const std::vector<const LayerResult*>& results, const std::optional<MemoryReport>& memory,
-              std::int64_t steps, DType storage) {
+              const std::vector<const LayerResult*>& results,
+              const std::optional<MemoryReport>& memory, std::int64_t steps, DType storage) {
   Row row;
   row.method = &method;
   std::vector<double> errors;
@@ -443,7 +473,8 @@ Row summarise(const Method& method, const std::vector<const RecordedLayer*>& lay
         row.steps.add(failed);
         (decision.planned > 0 ? row.steps_fetched : row.steps_unfetched).add(failed);
         if (failed) {
-          failed_step[seed * static_cast<std::size_t>(steps) + k / static_cast<std::size_t>(layer.query_heads)] = true;
+          failed_step[seed * static_cast<std::size_t>(steps) +
+                      k / static_cast<std::size_t>(layer.query_heads)] = true;
         }
       }
       sum.fetched += trace.fetched;
@@ -451,14 +482,16 @@ Row summarise(const Method& method, const std::vector<const RecordedLayer*>& lay
       sum.resident += trace.resident;
       sum.cached += trace.cached;
       sum.head_steps += trace.head_steps;
-      moved_bytes += static_cast<double>(trace.moved_bytes) / static_cast<double>(steps * static_cast<std::int64_t>(seeds));
+      moved_bytes += static_cast<double>(trace.moved_bytes) /
+                     static_cast<double>(steps * static_cast<std::int64_t>(seeds));
     }
     for (const Rate& query : result.redraws) {
       row.redraws.add(query);
       if (query.trials > 0 && !(query.value() <= row.worst_query.value())) row.worst_query = query;
     }
     row.step_ns += median_ns(result);
-    const double rows = static_cast<double>((layer.key.tokens + steps) * layer.kv_heads) * static_cast<double>(size_bytes(storage));
+    const double rows = static_cast<double>((layer.key.tokens + steps) * layer.kv_heads) *
+                        static_cast<double>(size_bytes(storage));
     row.cache_bytes += rows * static_cast<double>(layer.key_dim + layer.value_dim);
     key_bytes += rows * static_cast<double>(layer.key_dim);
     row.fetched_bytes = moved_bytes;
@@ -486,14 +519,15 @@ Row summarise(const Method& method, const std::vector<const RecordedLayer*>& lay
     row.host_bytes = static_cast<double>(memory->host_bytes);
     row.workspace_bytes = static_cast<double>(memory->workspace_bytes);
   }
-  row.read_with_sketch_fraction = row.read_fraction + sketch_share(method, row, key_bytes / row.cache_bytes);
+  row.read_with_sketch_fraction =
+      row.read_fraction + sketch_share(method, row, key_bytes / row.cache_bytes);
   return row;
 }
 
 }  // namespace
 
-Measurement measure(const RecordedCache& cache, const Options& options, const std::vector<Method>& methods,
-                    const Progress& progress) {
+Measurement measure(const RecordedCache& cache, const Options& options,
+                    const std::vector<Method>& methods, const Progress& progress) {
   Measurement out;
   const std::vector<std::size_t> places = select_layers(options, cache);
   std::vector<const RecordedLayer*> layers;
@@ -502,10 +536,13 @@ Measurement measure(const RecordedCache& cache, const Options& options, const st
     out.layers.push_back(layers.back()->index);
   }
   out.steps = select_steps(options, cache);
-  out.threads = options.threads > 0 ? options.threads : std::max<std::int64_t>(1, std::thread::hardware_concurrency());
+  out.threads = options.threads > 0
+                    ? options.threads
+                    : std::max<std::int64_t>(1, std::thread::hardware_concurrency());
   out.storage = storage_type(cache, places);
   const std::int64_t redraw_count = std::min(kRedrawSteps, out.steps);
-  for (std::int64_t i = 0; i < redraw_count; ++i) out.redraw_steps.push_back((2 * i + 1) * out.steps / (2 * redraw_count));
+  for (std::int64_t i = 0; i < redraw_count; ++i)
+    out.redraw_steps.push_back((2 * i + 1) * out.steps / (2 * redraw_count));
 
   const std::vector<Reference> references = make_references(cache, places, out.steps, out.threads);
 
@@ -519,7 +556,8 @@ Measurement measure(const RecordedCache& cache, const Options& options, const st
   // Dense attention by the same kernels comes first: its time is what the others are set beside.
   std::vector<const Method*> runs;
   const Method baseline = dense_method(options, methods.front().importance);
-  runs.push_back(&baseline);
+  const std::size_t first_row = methods.front().name == "dense" ? 0 : 1;
+  if (first_row == 1) runs.push_back(&baseline);
   for (const Method& method : methods) runs.push_back(&method);
 
   struct Task {
@@ -531,7 +569,8 @@ Measurement measure(const RecordedCache& cache, const Options& options, const st
   std::vector<Task> tasks;
   std::vector<MethodResult> results(runs.size());
   for (std::size_t run = 0; run < runs.size(); ++run) {
-    // What is not random needs no second draw. Where everything is fetched nothing is left to chance either.
+    // What is not random needs no second draw. Where everything is fetched nothing is left to
+    // chance either.
     const bool random = runs[run]->random && runs[run]->config.fetch.mode != FetchMode::always;
     const std::size_t seeds = random ? static_cast<std::size_t>(options.seeds) : 1;
     results[run].layers.resize(places.size());
@@ -550,20 +589,24 @@ Measurement measure(const RecordedCache& cache, const Options& options, const st
   const auto report = [&](std::size_t run, std::int64_t finished) {
     const std::lock_guard lock(mutex);
     done += finished;
-    begun = std::max(begun, run == 0 ? 0 : run - 1);
+    begun = std::max(begun, run - std::min(run, first_row));
     if (progress) progress(done, total, begun);
   };
-  // More threads than tasks go to the managers, which then attend several heads at once; times of steps shrink by it.
-  const std::int64_t manager_threads = std::max<std::int64_t>(1, out.threads / std::max<std::int64_t>(1, total));
+  // Layers that share a manager cannot run in parallel; their heads can.
+  const std::int64_t manager_threads =
+      options.pool == Pool::sequence ? std::max<std::int64_t>(1, out.threads / total) : 1;
   run_parallel(total, out.threads, [&](std::int64_t index) {
     const Task& task = tasks[static_cast<std::size_t>(index)];
     const Unit& unit = units[task.unit];
     report(task.run, 0);
-    Replay replay(cache, places, unit, references, *runs[task.run], out.storage, manager_threads, task.seed);
+    Replay replay(cache, places, unit, references, *runs[task.run], out.storage, manager_threads,
+                  task.seed);
     MethodResult& result = results[task.run];
     if (task.redraws) {
-      std::vector<std::vector<Rate>> rates = redraw_steps(replay, out.redraw_steps, options.redraws);
-      for (std::size_t i = 0; i < unit.places.size(); ++i) result.layers[unit.places[i]].redraws = std::move(rates[i]);
+      std::vector<std::vector<Rate>> rates =
+          redraw_steps(replay, out.redraw_steps, options.redraws);
+      for (std::size_t i = 0; i < unit.places.size(); ++i)
+        result.layers[unit.places[i]].redraws = std::move(rates[i]);
     } else {
       UnitTrace trace = follow_steps(replay, out.steps);
       for (std::size_t i = 0; i < unit.places.size(); ++i) {
@@ -575,7 +618,7 @@ Measurement measure(const RecordedCache& cache, const Options& options, const st
     report(task.run, 1);
   });
 
-  for (std::size_t run = 1; run < runs.size(); ++run) {
+  for (std::size_t run = first_row; run < runs.size(); ++run) {
     std::vector<const LayerResult*> all;
     double dense_ns = 0;
     for (std::size_t i = 0; i < layers.size(); ++i) {
@@ -590,7 +633,8 @@ Measurement measure(const RecordedCache& cache, const Options& options, const st
       dense_ns += row.dense_ns;
       out.rows.push_back(row);
     }
-    Row row = summarise(*runs[run], layers, all, sum_of(results[run].memory), out.steps, out.storage);
+    Row row =
+        summarise(*runs[run], layers, all, sum_of(results[run].memory), out.steps, out.storage);
     row.dense_ns = dense_ns;
     out.rows.push_back(row);
   }

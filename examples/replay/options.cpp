@@ -7,8 +7,8 @@
 #include <system_error>
 #include <utility>
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 
 namespace verkv::replay {
 
@@ -22,7 +22,7 @@ constexpr const char* kWords = R"(Words
   keep         Share of the tokens that stays resident, 0.0625 = "16x". Sinks and local window are paid from it.
                Smaller saves memory and costs transfers.
   select       poisson (PoissonComp): each token stays with a probability that follows its importance, so that
-               the rest of the attention can be estimated without bias. topk: the most important stay.
+               attention over the rest can be estimated, with a known error. topk: the most important stay.
   importance   How much a token matters, from the recording. kvzip: the largest attention probability it received
                while the model repeated its own context (KVzip). kvzip_mean, kvzip_rms: the mean and the root mean
                square of the same. A maximum suits top-k, sampling wants a mean. Others: what the file has.
@@ -58,18 +58,22 @@ struct Range {
 std::string text_of(const Range& range) {
   std::string text;
   if (range.low_included && range.high < kOff) {
-    text = fmt::format("from {:g} to {}{:g}", range.low, range.high_included ? "" : "below ", range.high);
+    text = fmt::format("from {:g} to {}{:g}", range.low, range.high_included ? "" : "below ",
+                       range.high);
   } else if (range.low_included) {
     text = fmt::format("of {:g} or more", range.low);
   } else {
     text = fmt::format("above {:g}", range.low);
-    if (range.high < kOff) text += fmt::format(" and {} {:g}", range.high_included ? "at most" : "below", range.high);
+    if (range.high < kOff) {
+      text += fmt::format(" and {} {:g}", range.high_included ? "at most" : "below", range.high);
+    }
   }
   return text + (range.may_be_off ? ", or off" : "");
 }
 
+// The number that the whole text is, if it is one.
 template <class T>
-std::optional<T> whole(const std::string& text) {
+std::optional<T> read_all(const std::string& text) {
   T value{};
   const char* end = text.data() + text.size();
   const auto [rest, error] = std::from_chars(text.data(), end, value);
@@ -79,18 +83,23 @@ std::optional<T> whole(const std::string& text) {
 
 double parse_number(const std::string& name, const std::string& text, const Range& range) {
   if (range.may_be_off && text == "off") return kOff;
-  const auto value = whole<double>(text);
+  const auto value = read_all<double>(text);
   const bool inside = value && std::isfinite(*value) &&
                       (range.low_included ? *value >= range.low : *value > range.low) &&
                       (range.high_included ? *value <= range.high : *value < range.high);
-  if (!inside) throw UsageError(fmt::format("{} is '{}', but must be a number {}", name, text, text_of(range)));
+  if (!inside) {
+    throw UsageError(
+        fmt::format("{} is '{}', but must be a number {}", name, text, text_of(range)));
+  }
   return *value;
 }
 
-std::int64_t parse_integer(const std::string& name, const std::string& text, std::int64_t low, std::int64_t high) {
-  const auto value = whole<std::int64_t>(text);
+std::int64_t parse_integer(const std::string& name, const std::string& text, std::int64_t low,
+                           std::int64_t high) {
+  const auto value = read_all<std::int64_t>(text);
   if (!value || *value < low || *value > high) {
-    throw UsageError(fmt::format("{} is '{}', but must be a whole number from {} to {}", name, text, low, high));
+    throw UsageError(
+        fmt::format("{} is '{}', but must be a whole number from {} to {}", name, text, low, high));
   }
   return *value;
 }
@@ -100,22 +109,32 @@ class Reader {
  public:
   explicit Reader(CLI::App& app) : app_(app) {}
 
-  CLI::Option* number(const std::string& name, double& to, Range range, const std::string& about, const std::string& standard) {
-    return add(name, range.may_be_off ? "off|X" : "X", about, standard,
-               [&to, name, range](const std::string& text) { to = parse_number(name, text, range); });
+  CLI::Option* number(const std::string& name, double& to, Range range, const std::string& about,
+                      const std::string& standard = {}) {
+    return add(
+        name, range.may_be_off ? "off|X" : "X", about,
+        standard.empty() ? fmt::format("{:g}", to) : standard,
+        [&to, name, range](const std::string& text) { to = parse_number(name, text, range); });
   }
 
-  CLI::Option* integer(const std::string& name, std::int64_t& to, std::int64_t low, std::int64_t high,
-                       const std::string& about, const std::string& standard) {
-    return add(name, "N", about, standard,
-               [&to, name, low, high](const std::string& text) { to = parse_integer(name, text, low, high); });
+  CLI::Option* integer(const std::string& name, std::int64_t& to, std::int64_t low,
+                       std::int64_t high, const std::string& about,
+                       const std::string& standard = {}) {
+    const std::string shown = standard.empty() ? fmt::format("{}", to) : standard;
+    return add(name, "N", about, shown, [&to, name, low, high](const std::string& text) {
+      to = parse_integer(name, text, low, high);
+    });
   }
 
   template <class T>
-  CLI::Option* word(const std::string& name, T& to, std::vector<std::pair<std::string, T>> words, const std::string& about,
-                    const std::string& standard) {
+  CLI::Option* word(const std::string& name, T& to, std::vector<std::pair<std::string, T>> words,
+                    const std::string& about) {
     std::vector<std::string> names;
-    for (const auto& [word, value] : words) names.push_back(word);
+    std::string standard;
+    for (const auto& [word, value] : words) {
+      names.push_back(word);
+      if (value == to) standard = word;
+    }
     return add(name, fmt::format("{}", fmt::join(names, "|")), about, standard,
                [&to, name, words, names](const std::string& text) {
                  for (const auto& [word, value] : words) {
@@ -124,20 +143,21 @@ class Reader {
                      return;
                    }
                  }
-                 throw UsageError(fmt::format("{} is '{}', but must be one of {}", name, text, fmt::join(names, ", ")));
+                 throw UsageError(fmt::format("{} is '{}', but must be one of {}", name, text,
+                                              fmt::join(names, ", ")));
                });
   }
 
-  CLI::Option* text(const std::string& name, std::string& to, const std::string& form, const std::string& about,
-                    const std::string& standard) {
+  CLI::Option* text(const std::string& name, std::string& to, const std::string& form,
+                    const std::string& about, const std::string& standard) {
     return add(name, form, about, standard, [&to, name](const std::string& text) {
       if (text.empty()) throw UsageError(fmt::format("{} is empty", name));
       to = text;
     });
   }
 
-  CLI::Option* add(const std::string& name, const std::string& form, const std::string& about, const std::string& standard,
-                   std::function<void(const std::string&)> read) {
+  CLI::Option* add(const std::string& name, const std::string& form, const std::string& about,
+                   const std::string& standard, std::function<void(const std::string&)> read) {
     const std::string shown = standard.empty() ? about : fmt::format("{} [{}]", about, standard);
     return app_.add_option_function<std::string>(name, std::move(read), shown)->type_name(form);
   }
@@ -184,16 +204,19 @@ std::set<std::string> common_importance(const Options& options, const RecordedCa
 // The score to use: the one asked for, else the first of `preferred` that is there.
 std::string choose_importance(const Options& options, const std::set<std::string>& available,
                               const std::vector<std::string>& preferred) {
-  const std::string list = available.empty() ? "none" : fmt::format("{}", fmt::join(available, ", "));
+  const std::string list =
+      available.empty() ? "none" : fmt::format("{}", fmt::join(available, ", "));
   if (!options.importance.empty()) {
     if (available.contains(options.importance)) return options.importance;
-    throw UsageError(fmt::format("--importance is '{}', but the recording has {}", options.importance, list));
+    throw UsageError(
+        fmt::format("--importance is '{}', but the recording has {}", options.importance, list));
   }
   for (const std::string& name : preferred) {
     if (available.contains(name)) return name;
   }
-  throw UsageError(fmt::format("the recording has no importance called {}; choose with --importance from what it has: {}",
-                               fmt::join(preferred, " or "), list));
+  throw UsageError(fmt::format(
+      "the recording has no importance called {}; choose with --importance from what it has: {}",
+      fmt::join(preferred, " or "), list));
 }
 
 CacheConfig base_config(const Options& options) {
@@ -203,7 +226,8 @@ CacheConfig base_config(const Options& options) {
   config.pool = options.pool;
   config.sink_tokens = options.sink;
   config.local_tokens = options.local;
-  config.chunk_tokens = 0;  // the decoded tokens stay in the local window: every step sees the same sample
+  config.chunk_tokens =
+      0;  // the decoded tokens stay in the local window: every step sees the same sample
   config.sketch = sketch_config(options.sketch);
   config.fetch.mode = options.fetch;
   config.fetch.epsilon = options.epsilon;
@@ -218,8 +242,8 @@ CacheConfig base_config(const Options& options) {
 }
 
 // A method of the comparison: poisson or top-k, with at most one rule.
-Method compared(const Options& options, double keep, const std::string& importance, Selection select, double epsilon, double risk,
-                double probability) {
+Method compared(const Options& options, double keep, const std::string& importance,
+                Selection select, double epsilon, double risk, double probability) {
   Method method;
   method.importance = importance;
   method.config = base_config(options);
@@ -233,7 +257,8 @@ Method compared(const Options& options, double keep, const std::string& importan
   method.random = select == Selection::poisson;
   if (select == Selection::topk) {
     method.name = fetches ? "topk_fetch" : "topk";
-    method.label = fetches ? fmt::format("top-k, p > {}", price_label(probability)) : "top-k, no fetch";
+    method.label =
+        fetches ? fmt::format("top-k, p > {}", price_label(probability)) : "top-k, no fetch";
   } else if (!fetches) {
     method.name = "poisson";
     method.label = "Poisson, no fetch";
@@ -253,10 +278,12 @@ Method compared(const Options& options, double keep, const std::string& importan
 // The one method that the options spell out.
 Method described(const Options& options, const std::set<std::string>& available) {
   const bool topk = options.select == Selection::topk;
-  if (options.keep >= 1) return dense_method(options, choose_importance(options, available, {"kvzip_mean", "kvzip"}));
+  if (options.keep >= 1)
+    return dense_method(options, choose_importance(options, available, {"kvzip_mean", "kvzip"}));
   Method method;
-  method.importance = choose_importance(
-      options, available, topk ? std::vector<std::string>{"kvzip"} : std::vector<std::string>{"kvzip_mean", "kvzip"});
+  method.importance = choose_importance(options, available,
+                                        topk ? std::vector<std::string>{"kvzip", "kvzip_mean"}
+                                             : std::vector<std::string>{"kvzip_mean", "kvzip"});
   method.config = base_config(options);
   method.random = !topk;
   const FetchConfig& fetch = method.config.fetch;
@@ -271,9 +298,13 @@ Method described(const Options& options, const std::set<std::string>& available)
     std::vector<std::string> rules;
     if (fetch.epsilon < kOff) rules.push_back(fmt::format("eps {:g}", fetch.epsilon));
     if (fetch.risk < kOff) rules.push_back(fmt::format("risk {}", price_label(fetch.risk)));
-    if (fetch.probability < kOff) rules.push_back(fmt::format("p > {}", price_label(fetch.probability)));
+    if (fetch.probability < kOff)
+      rules.push_back(fmt::format("p > {}", price_label(fetch.probability)));
     method.label = fmt::format("{}{}", topk ? "top-k, " : "", fmt::join(rules, ", "));
-    method.name = topk ? "topk_fetch" : fetch.risk < kOff ? "risk" : fetch.epsilon < kOff ? "certificate" : "poisson_fetch";
+    method.name = topk                   ? "topk_fetch"
+                  : fetch.risk < kOff    ? "risk"
+                  : fetch.epsilon < kOff ? "certificate"
+                                         : "poisson_fetch";
     if (fetch.epsilon < kOff) {
       method.promise = Promise::epsilon;
     } else if (!topk) {
@@ -287,7 +318,8 @@ Method described(const Options& options, const std::set<std::string>& available)
 
 std::string rate_label(double keep) {
   const double rate = 1 / keep;
-  return std::fabs(rate - std::round(rate)) < 1e-9 * rate ? fmt::format("{:.0f}x", rate) : fmt::format("keep {:.4g}", keep);
+  return std::fabs(rate - std::round(rate)) < 1e-9 * rate ? fmt::format("{:.0f}x", rate)
+                                                          : fmt::format("keep {:.4g}", keep);
 }
 
 std::string price_label(double price) {
@@ -302,52 +334,70 @@ std::string price_label(double price) {
 
 Parsed parse_options(const std::vector<std::string>& arguments) {
   Options options;
-  CLI::App app{"Replays a recorded KV cache of a real model (docs/recorded_cache.md): how good, how small and how honest\n"
-               "compressed attention is, for one setting or, with --compare, for all methods at 8x, 16x and 32x.",
-               "verkv_replay"};
+  CLI::App app{
+      "Replays a recorded KV cache of a real model (docs/recorded_cache.md): how good, how small "
+      "and how honest\n"
+      "compressed attention is, for one setting or, with --compare, for all methods at 8x, 16x and "
+      "32x.",
+      "verkv_replay"};
   app.footer(kWords);
   app.get_formatter()->column_width(44);
   app.get_formatter()->label("REQUIRED", "");
   app.set_help_flag("-h,--help", "This text");
   Reader reader(app);
-  reader.add("FILE", "", "Recorded cache, safetensors", "", [&options](const std::string& text) { options.file = text; })
+  reader
+      .add("FILE", "", "Recorded cache, safetensors", "",
+           [&options](const std::string& text) { options.file = text; })
       ->required();
   app.add_flag("--compare", options.compare, "The table of all methods at 8x, 16x, 32x");
-  app.add_flag("--by-layer", options.by_layer, "With --compare: also print the rows of single layers");
+  app.add_flag("--by-layer", options.by_layer,
+               "With --compare: also print the rows of single layers");
 
   const Range open_unit{0, false, 1, false, false};
   const Range open_unit_or_off{0, false, 1, false, true};
-  CLI::Option* keep = reader.number("--keep", options.keep, {0, false, 1, true, false}, "Share of tokens resident", "0.0625");
-  CLI::Option* epsilon = reader.number("--epsilon", options.epsilon, open_unit_or_off, "Certificate rule", "see Words");
-  reader.number("--delta", options.delta, open_unit, "Share of draws that may fail", "0.1");
-  CLI::Option* risk = reader.number("--risk", options.risk, {0, false, kOff, false, true}, "Risk rule", "see Words");
-  CLI::Option* probability =
-      reader.number("--probability", options.probability, open_unit_or_off, "Probability rule", "see Words");
+  CLI::Option* keep =
+      reader.number("--keep", options.keep, {0, false, 1, true, false}, "Share of tokens resident");
+  CLI::Option* epsilon = reader.number("--epsilon", options.epsilon, open_unit_or_off,
+                                       "Certificate rule", "see Words");
+  reader.number("--delta", options.delta, open_unit, "Share of draws that may fail");
+  CLI::Option* risk = reader.number("--risk", options.risk, {0, false, kOff, false, true},
+                                    "Risk rule", "see Words");
+  CLI::Option* probability = reader.number("--probability", options.probability, open_unit_or_off,
+                                           "Probability rule", "see Words");
   CLI::Option* select = reader.word<Selection>(
-      "--select", options.select, {{"poisson", Selection::poisson}, {"topk", Selection::topk}}, "Who stays resident", "poisson");
-  CLI::Option* fetch = reader.word<FetchMode>(
-      "--fetch", options.fetch,
-      {{"verified", FetchMode::verified}, {"never", FetchMode::never}, {"always", FetchMode::always}},
-      "When tokens are fetched", "verified");
-  reader.word<std::string>("--sketch", options.sketch,
-                           {{"exact", "exact"}, {"2", "2"}, {"3", "3"}, {"4", "4"}, {"minmax", "minmax"}},
-                           "Estimate of all logits", "2");
-  reader.word<FetchOrder>("--order", options.order, {{"exact", FetchOrder::exact}, {"key", FetchOrder::key}}, "Order of fetching",
-                          "key");
-  reader.integer("--shortlist", options.shortlist, 0, 1'000'000, "With --order key: leading tokens put in exact order (slow)", "0");
-  reader.number("--cap", options.cap, {1, true, kOff, false, true}, "Bound on the weight of drawn tokens", "2");
-  reader.text("--importance", options.importance, "NAME", "Score of the tokens", "kvzip_mean; for top-k kvzip");
-  reader.word<Pool>("--pool", options.pool, {{"head", Pool::head}, {"layer", Pool::layer}, {"sequence", Pool::sequence}},
-                    "Who shares a budget", "head");
-  reader.integer("--sink", options.sink, 0, 1'000'000'000, "First tokens, always resident", "4");
-  reader.integer("--local", options.local, 0, 1'000'000'000, "Last prompt tokens, always resident", "32");
-  reader.integer("--seeds", options.seeds, 1, 1000, "Draws followed through all steps", "2");
-  reader.integer("--redraws", options.redraws, 0, 100'000, "Draws at each of 4 fixed steps", "32");
+      "--select", options.select, {{"poisson", Selection::poisson}, {"topk", Selection::topk}},
+      "Who stays resident");
+  CLI::Option* fetch = reader.word<FetchMode>("--fetch", options.fetch,
+                                              {{"verified", FetchMode::verified},
+                                               {"never", FetchMode::never},
+                                               {"always", FetchMode::always}},
+                                              "When tokens are fetched");
+  reader.word<std::string>(
+      "--sketch", options.sketch,
+      {{"exact", "exact"}, {"2", "2"}, {"3", "3"}, {"4", "4"}, {"minmax", "minmax"}},
+      "Estimate of all logits");
+  reader.word<FetchOrder>("--order", options.order,
+                          {{"exact", FetchOrder::exact}, {"key", FetchOrder::key}},
+                          "Order of fetching");
+  reader.integer("--shortlist", options.shortlist, 0, 1'000'000,
+                 "With --order key: leading tokens put in exact order (slow)");
+  reader.number("--cap", options.cap, {1, true, kOff, false, true},
+                "Bound on the weight of drawn tokens");
+  reader.text("--importance", options.importance, "NAME", "Score of the tokens",
+              "kvzip_mean; for top-k kvzip");
+  reader.word<Pool>("--pool", options.pool,
+                    {{"head", Pool::head}, {"layer", Pool::layer}, {"sequence", Pool::sequence}},
+                    "Who shares a budget");
+  reader.integer("--sink", options.sink, 0, 1'000'000'000, "First tokens, always resident");
+  reader.integer("--local", options.local, 0, 1'000'000'000, "Last prompt tokens, always resident");
+  reader.integer("--seeds", options.seeds, 1, 1000, "Draws followed through all steps");
+  reader.integer("--redraws", options.redraws, 0, 100'000, "Draws at each of 4 fixed steps");
   reader.add("--layers", "N,N,...", "Recorded layers to use", "all",
              [&options](const std::string& text) { options.layers = parse_layers(text); });
   reader.integer("--steps", options.steps, 1, 1'000'000'000, "Decode steps to replay", "all");
-  reader.integer("--threads", options.threads, 1, 1024, "Threads; results do not depend on it", "all");
-  reader.word<bool>("--simd", options.vector_code, {{"auto", true}, {"scalar", false}}, "Kernels", "auto");
+  reader.integer("--threads", options.threads, 1, 1024, "Threads; results do not depend on it",
+                 "all");
+  reader.word<bool>("--simd", options.vector_code, {{"auto", true}, {"scalar", false}}, "Kernels");
   reader.text("--json", options.json, "OUT", "Write settings and rows, all layers, as JSON", "");
 
   Parsed parsed;
@@ -356,7 +406,8 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
     app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));
     for (const CLI::Option* own : {keep, epsilon, risk, probability, select, fetch}) {
       if (options.compare && own->count() > 0) {
-        throw UsageError(fmt::format("--compare sets {} itself; give one or the other", own->get_name()));
+        throw UsageError(
+            fmt::format("--compare sets {} itself; give one or the other", own->get_name()));
       }
     }
     const bool rule_named = epsilon->count() + risk->count() + probability->count() > 0;
@@ -367,8 +418,10 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
       } else if (!rule_named) {
         options.probability = 1e-3;
       }
-      if (options.keep < 1 && !(options.epsilon < kOff || options.risk < kOff || options.probability < kOff)) {
-        throw UsageError("--fetch verified needs one of --epsilon, --risk, --probability that is not off");
+      if (options.keep < 1 &&
+          !(options.epsilon < kOff || options.risk < kOff || options.probability < kOff)) {
+        throw UsageError(
+            "--fetch verified needs one of --epsilon, --risk, --probability that is not off");
       }
     }
     parsed.options = std::move(options);
@@ -403,13 +456,15 @@ std::vector<std::size_t> select_layers(const Options& options, const RecordedCac
   for (std::size_t place = 0; place < cache.layers().size(); ++place) {
     const std::int64_t index = cache.layers()[place].index;
     indices.push_back(index);
-    if (options.layers.empty() || std::binary_search(options.layers.begin(), options.layers.end(), index)) {
+    if (options.layers.empty() ||
+        std::binary_search(options.layers.begin(), options.layers.end(), index)) {
       places.push_back(place);
     }
   }
   for (const std::int64_t wanted : options.layers) {
     if (!std::binary_search(indices.begin(), indices.end(), wanted)) {
-      throw UsageError(fmt::format("--layers names layer {}, but the recording has {}", wanted, fmt::join(indices, ", ")));
+      throw UsageError(fmt::format("--layers names layer {}, but the recording has {}", wanted,
+                                   fmt::join(indices, ", ")));
     }
   }
   return places;
@@ -417,7 +472,8 @@ std::vector<std::size_t> select_layers(const Options& options, const RecordedCac
 
 std::int64_t select_steps(const Options& options, const RecordedCache& cache) {
   if (options.steps > cache.steps()) {
-    throw UsageError(fmt::format("--steps is {}, but the recording has {}", options.steps, cache.steps()));
+    throw UsageError(
+        fmt::format("--steps is {}, but the recording has {}", options.steps, cache.steps()));
   }
   return options.steps == 0 ? cache.steps() : options.steps;
 }

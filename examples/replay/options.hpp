@@ -28,32 +28,33 @@ inline constexpr double kPlainTolerance = 0.05;
 struct Options {
   std::string file;
   bool compare = false;
-  bool by_layer = false;            // with compare: print the rows of single layers too
-  double keep = 0.0625;
+  bool by_layer = false;  // with compare: print the rows of single layers too
+  double keep = CacheConfig{}.keep;
   double epsilon = kOff;
-  double delta = 0.1;
+  double delta = FetchConfig{}.delta;
   double risk = kOff;
   double probability = kOff;
-  double cap = 2;
-  std::string sketch = "2";         // exact, 2, 3, 4, minmax
+  double cap = FetchConfig{}.cap;
+  std::string sketch = "2";  // exact, 2, 3, 4, minmax
   Selection select = Selection::poisson;
   FetchMode fetch = FetchMode::verified;
   FetchOrder order = FetchOrder::key;
-  std::int64_t shortlist = 0;
-  std::string importance;           // empty: kvzip_mean for sampling, kvzip for top-k
+  std::int64_t shortlist = FetchConfig{}.shortlist;
+  std::string importance;  // empty: kvzip_mean for sampling, kvzip for top-k
   Pool pool = Pool::head;
-  std::int64_t sink = 4;
-  std::int64_t local = 32;
+  std::int64_t sink = CacheConfig{}.sink_tokens;
+  std::int64_t local = CacheConfig{}.local_tokens;
   std::int64_t seeds = 2;
   std::int64_t redraws = 32;
-  std::int64_t threads = 0;         // 0: one per hardware thread
-  std::int64_t steps = 0;           // 0: all that are recorded
-  std::vector<std::int64_t> layers; // empty: all that are recorded
+  std::int64_t threads = 0;          // 0: one per hardware thread
+  std::int64_t steps = 0;            // 0: all that are recorded
+  std::vector<std::int64_t> layers;  // empty: all that are recorded
   bool vector_code = true;
-  std::string json;                 // empty: none
+  std::string json;  // empty: none
 };
 
-// Options, or what to print instead of working: the help (exit code 0) or one line about the error (kExitUsage).
+// Options, or what to print instead of working: the help (exit code 0) or one line about the error
+// (kExitUsage).
 struct Parsed {
   std::optional<Options> options;
   int exit_code = 0;
@@ -65,27 +66,29 @@ Parsed parse_options(const std::vector<std::string>& arguments);
 
 // What a method says about the error of D.
 enum class Promise {
-  none,         // nothing; failures are counted beyond kPlainTolerance (or --epsilon)
-  epsilon,      // at most epsilon, in all but delta of the draws
-  certificate   // at most the certificate it reports, in all but delta of the draws
+  none,        // nothing; failures are counted beyond kPlainTolerance (or --epsilon)
+  epsilon,     // at most epsilon, in all but delta of the draws
+  certificate  // at most the certificate it reports, in all but delta of the draws
 };
 
 // One way to run a cache: a row of the table for each layer.
 struct Method {
-  std::string name;        // as in the JSON: dense, dense_offload, topk, topk_fetch, poisson, certificate, risk
+  std::string
+      name;  // as in the JSON: dense, dense_offload, topk, topk_fetch, poisson, certificate, risk
   std::string label;       // for people
   std::string importance;  // name in the recording
   CacheConfig config;      // without layers
   Promise promise = Promise::none;
   double tolerance = kPlainTolerance;  // unless the promise is the certificate
-  bool random = true;      // its residents are drawn
+  bool random = true;                  // its residents are drawn
 };
 
 // Dense attention over everything: what times are compared with.
 Method dense_method(const Options& options, const std::string& importance);
 // The method that the options describe, or with --compare all of them, in the order of the table.
 std::vector<Method> select_methods(const Options& options, const RecordedCache& cache);
-// The recorded layers that the options name, by place in cache.layers(). Throws UsageError naming those available.
+// The recorded layers that the options name, by place in cache.layers(). Throws UsageError naming
+// those available.
 std::vector<std::size_t> select_layers(const Options& options, const RecordedCache& cache);
 // How many steps to replay. Throws UsageError where more are asked for than are recorded.
 std::int64_t select_steps(const Options& options, const RecordedCache& cache);

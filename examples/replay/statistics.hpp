@@ -27,7 +27,9 @@ struct Rate {
     failures += other.failures;
     trials += other.trials;
   }
-  double value() const { return trials > 0 ? static_cast<double>(failures) / static_cast<double>(trials) : kNone; }
+  double value() const {
+    return trials > 0 ? static_cast<double>(failures) / static_cast<double>(trials) : kNone;
+  }
 };
 
 struct Interval {

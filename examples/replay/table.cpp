@@ -22,7 +22,8 @@ std::string printable(std::string_view text, std::size_t longest) {
 // "4,090".
 std::string grouped(std::int64_t value) {
   std::string digits = fmt::format("{}", value);
-  for (std::ptrdiff_t place = static_cast<std::ptrdiff_t>(digits.size()) - 3; place > 0; place -= 3) {
+  for (std::ptrdiff_t place = static_cast<std::ptrdiff_t>(digits.size()) - 3; place > 0;
+       place -= 3) {
     digits.insert(static_cast<std::size_t>(place), 1, ',');
   }
   return digits;
@@ -76,14 +77,15 @@ struct Group {
 };
 
 constexpr std::size_t kLabelWidth = 17;
+// clang-format off
 constexpr std::array<Column, 14> kColumns{{
-    {"median", 6, 2}, {"95 %", 5, 1},  {"worst", 5, 1},                                  //
-    {"(a)", 5, 2},    {"(b)", 5, 1},   {"95 % range", 10, 1},                            //
-    {"share %", 7, 2}, {"tokens", 6, 1},                                                 //
-    {"moved", 5, 2},  {"read", 5, 1},  {"+sketch", 7, 1},                                //
-    {"median", 6, 2}, {"95 %", 5, 1},                                                    //
-    {"/dense", 6, 2},
-}};
+    {"median", 6, 2}, {"95 %", 5, 1}, {"worst", 5, 1},
+    {"(a)", 5, 2}, {"(b)", 5, 1}, {"95 % range", 10, 1},
+    {"share %", 7, 2}, {"tokens", 6, 1},
+    {"moved", 5, 2}, {"read", 5, 1}, {"+sketch", 7, 1},
+    {"median", 6, 2}, {"95 %", 5, 1},
+    {"/dense", 6, 2}}};
+// clang-format on
 constexpr std::array<Group, 6> kGroups{{{"output error, %", 0, 3},
                                         {"D fails, %", 3, 3},
                                         {"fetching", 6, 2},
@@ -115,8 +117,10 @@ std::string head_lines() {
   std::string text(kLabelWidth, ' ');
   for (const Group& group : kGroups) {
     std::size_t width = kColumns[group.first].width;
-    for (std::size_t i = group.first + 1; i < group.first + group.count; ++i) width += kColumns[i].gap + kColumns[i].width;
-    text += std::string(kColumns[group.first].gap, ' ') + fmt::format("{:-^{}}", fmt::format(" {} ", group.head), width);
+    for (std::size_t i = group.first + 1; i < group.first + group.count; ++i)
+      width += kColumns[i].gap + kColumns[i].width;
+    text += std::string(kColumns[group.first].gap, ' ') +
+            fmt::format("{:-^{}}", fmt::format(" {} ", group.head), width);
   }
   text = trimmed(std::move(text));
   std::array<std::string, kColumns.size()> heads;
@@ -125,50 +129,59 @@ std::string head_lines() {
 }
 
 std::string row_line(std::string_view label, const Row& row) {
-  return line(label, {percent(row.output_error_median), percent(row.output_error_p95), percent(row.output_error_worst),
-                      percent(row.redraws.value()), percent(row.steps.value()), interval_percent(row.steps),
-                      percent(row.fetching_share), short_number(row.fetched_per_fetching), percent(row.moved_fraction),
-                      percent(row.read_fraction), percent(row.read_with_sketch_fraction),
-                      short_number(row.certificate_median), short_number(row.certificate_p95),
-                      short_number(row.step_ns / row.dense_ns)});
+  return line(label, {percent(row.output_error_median), percent(row.output_error_p95),
+                      percent(row.output_error_worst), percent(row.redraws.value()),
+                      percent(row.steps.value()), interval_percent(row.steps),
+                      percent(row.fetching_share), short_number(row.fetched_per_fetching),
+                      percent(row.moved_fraction), percent(row.read_fraction),
+                      percent(row.read_with_sketch_fraction), short_number(row.certificate_median),
+                      short_number(row.certificate_p95), short_number(row.step_ns / row.dense_ns)});
 }
 
 // Where the bytes of the fast tier are, in shares of the cache.
 std::string memory_line(const Row& row) {
   const auto part = [&row](double count) { return percent(count / row.cache_bytes); };
-  return fmt::format("fast tier {} % of the cache's {} = residents {} + sketch {} + metadata {}; host tier {} %",
-                     percent(row.fast_fraction()), bytes(row.cache_bytes), part(row.resident_bytes),
-                     part(row.sketch_bytes), part(row.metadata_bytes), part(row.host_bytes));
+  return fmt::format(
+      "fast tier {} % of the cache's {} = residents {} + sketch {} + metadata {}; host tier {} %",
+      percent(row.fast_fraction()), bytes(row.cache_bytes), part(row.resident_bytes),
+      part(row.sketch_bytes), part(row.metadata_bytes), part(row.host_bytes));
 }
 
-bool has_rate(const Row& row) { return row.method->name != "dense" && row.method->name != "dense_offload"; }
+bool has_rate(const Row& row) {
+  return row.method->name != "dense" && row.method->name != "dense_offload";
+}
 
 std::string details(const Row& row) {
   std::string text = fmt::format(
       "bytes  {}\n"
       "       moved in a step {}; workspace of a thread {}\n",
       memory_line(row), bytes(row.fetched_bytes), bytes(row.workspace_bytes));
-  text += fmt::format("time   {} a step and thread over these layers; dense attention by the same kernels {}\n",
-                      milliseconds(row.step_ns), milliseconds(row.dense_ns));
-  const std::string_view missed = row.method->promise == Promise::none ? "were off by more than the tolerance"
-                                                                       : "missed what they promised";
+  text +=
+      fmt::format("time   {} a step over these layers; dense attention by the same kernels {}\n",
+                  milliseconds(row.step_ns), milliseconds(row.dense_ns));
+  const std::string_view missed = row.method->promise == Promise::none
+                                      ? "were off by more than the tolerance"
+                                      : "missed what they promised";
   if (row.redraws.trials > 0) {
-    text += fmt::format("(a)    {} redraws {}; of the worst query {}\n", of_trials(row.redraws), missed,
-                        of_trials(row.worst_query));
+    text += fmt::format("(a)    {} redraws {}; of the worst query {}\n", of_trials(row.redraws),
+                        missed, of_trials(row.worst_query));
   }
-  text += fmt::format("(b)    {} decisions {}; {} % were not certified\n"
-                      "       {} that fetched nothing, {} that fetched\n",
-                      of_trials(row.steps), missed, percent(row.uncertified), of_trials(row.steps_unfetched),
-                      of_trials(row.steps_fetched));
-  text += fmt::format("(c)    {} steps had such a decision in any head of any layer\n", of_trials(row.any_head));
+  text += fmt::format(
+      "(b)    {} decisions {}; {} % were not certified\n"
+      "       {} that fetched nothing, {} that fetched\n",
+      of_trials(row.steps), missed, percent(row.uncertified), of_trials(row.steps_unfetched),
+      of_trials(row.steps_fetched));
+  text += fmt::format("(c)    {} steps had such a decision in any head of any layer\n",
+                      of_trials(row.any_head));
   return text;
 }
 
-const Row* find_row(const Measurement& measurement, std::string_view name, double keep, double epsilon, double risk) {
+const Row* find_row(const Measurement& measurement, std::string_view name, double keep,
+                    double epsilon, double risk) {
   for (const Row& row : measurement.rows) {
     const CacheConfig& config = row.method->config;
-    if (!row.layer && row.method->name == name && config.keep == keep && config.fetch.epsilon == epsilon &&
-        config.fetch.risk == risk) {
+    if (!row.layer && row.method->name == name && config.keep == keep &&
+        config.fetch.epsilon == epsilon && config.fetch.risk == risk) {
       return &row;
     }
   }
@@ -177,9 +190,12 @@ const Row* find_row(const Measurement& measurement, std::string_view name, doubl
 
 std::string_view word(Pool pool) {
   switch (pool) {
-    case Pool::head: return "head";
-    case Pool::layer: return "layer";
-    case Pool::sequence: return "sequence";
+    case Pool::head:
+      return "head";
+    case Pool::layer:
+      return "layer";
+    case Pool::sequence:
+      return "sequence";
   }
   return "?";
 }
@@ -192,7 +208,8 @@ std::string sketch_word(const std::string& sketch) {
 
 }  // namespace
 
-std::string heading(const RecordedCache& cache, const Options& options, const std::vector<Method>& methods) {
+std::string heading(const RecordedCache& cache, const Options& options,
+                    const std::vector<Method>& methods) {
   const auto meta = [&cache](const char* key) {
     const auto found = cache.metadata().find(key);
     return found == cache.metadata().end() ? std::string("unknown") : printable(found->second, 70);
@@ -203,26 +220,31 @@ std::string heading(const RecordedCache& cache, const Options& options, const st
   for (const std::size_t place : places) indices.push_back(cache.layers()[place].index);
   const RecordedLayer& layer = cache.layers()[places.front()];
   std::string layers = fmt::format("{}", fmt::join(indices, ", "));
-  if (layers.size() > 40) layers = fmt::format("{} to {}, {} of them", indices.front(), indices.back(), indices.size());
+  if (layers.size() > 40)
+    layers = fmt::format("{} to {}, {} of them", indices.front(), indices.back(), indices.size());
 
-  std::string text = fmt::format("{}: the KV cache of {}\n", printable(options.file.substr(slash == std::string::npos ? 0 : slash + 1), 40),
-                                 meta("model"));
+  std::string text =
+      fmt::format("{}: the KV cache of {}\n",
+                  printable(options.file.substr(slash == std::string::npos ? 0 : slash + 1), 40),
+                  meta("model"));
   text += fmt::format("  text    {}\n", meta("source"));
-  text += fmt::format("  size    {} tokens and {} decode steps; layer{} {}; {} query heads on {} KV heads of {}\n",
-                      grouped(cache.prompt_tokens()), grouped(select_steps(options, cache)), indices.size() == 1 ? "" : "s", layers,
-                      layer.query_heads, layer.kv_heads, layer.key_dim);
+  text += fmt::format(
+      "  size    {} tokens and {} decode steps; layer{} {}; {} query heads on {} KV heads of {}\n",
+      grouped(cache.prompt_tokens()), grouped(select_steps(options, cache)),
+      indices.size() == 1 ? "" : "s", layers, layer.query_heads, layer.kv_heads, layer.key_dim);
   if (options.compare) {
     std::string sampled, largest;
     for (const Method& method : methods) (method.random ? sampled : largest) = method.importance;
-    text += fmt::format("  compare all methods at 8x, 16x, 32x: {}, delta {:g}, a budget per {}\n"
-                        "          importance {}, for top-k {}\n\n",
-                        sketch_word(options.sketch), options.delta, word(options.pool), printable(sampled, 40),
-                        printable(largest, 40));
+    text += fmt::format(
+        "  compare all methods at 8x, 16x, 32x: {}, delta {:g}, a budget per {}\n"
+        "          importance {}, for top-k {}\n\n",
+        sketch_word(options.sketch), options.delta, word(options.pool), printable(sampled, 40),
+        printable(largest, 40));
   } else {
     const Method& method = methods.front();
-    text += fmt::format("  method  {}: {}; {}, delta {:g}, a budget per {}, importance {}\n\n", rate_label(method.config.keep),
-                        method.label, sketch_word(options.sketch), options.delta, word(options.pool),
-                        printable(method.importance, 30));
+    text += fmt::format("  method  {}: {}; {}, delta {:g}, a budget per {}, importance {}\n\n",
+                        rate_label(method.config.keep), method.label, sketch_word(options.sketch),
+                        options.delta, word(options.pool), printable(method.importance, 30));
   }
   return text;
 }
@@ -242,7 +264,8 @@ std::string table(const Measurement& measurement, const Options& options) {
     if (has_rate(row) && row.method->config.keep != keep) {
       keep = row.method->config.keep;
       const Row* example = find_row(measurement, "poisson", keep, kOff, kOff);
-      text += fmt::format("{}: {}\n", rate_label(keep), memory_line(example != nullptr ? *example : row));
+      text += fmt::format("{}: {}\n", rate_label(keep),
+                          memory_line(example != nullptr ? *example : row));
     }
     const std::string label = row.layer ? fmt::format("  layer {}", *row.layer) : row.method->label;
     text += row_line(label, row);
@@ -252,29 +275,42 @@ std::string table(const Measurement& measurement, const Options& options) {
 
 std::string legend(const Measurement& measurement, const Options& options) {
   std::string text =
-      "\noutput error  |o' - o| / |o| of the attention output against dense attention in double; a decision is one\n"
+      "\noutput error  |o' - o| / |o| of the attention output against dense attention in double; a "
+      "decision is one\n"
       "              draw, step and query head\n"
       "D fails       share of decisions whose softmax denominator is off by more than promised\n";
-  text += fmt::format("              (a) {} draws at each of {} fixed steps (what delta = {:g} speaks of)\n", options.redraws,
-                      measurement.redraw_steps.size(), options.delta);
-  text += fmt::format("              (b) {} draw{} followed through {} steps; the range takes decisions as independent\n",
-                      options.seeds, options.seeds == 1 ? "" : "s", measurement.steps);
+  text += fmt::format(
+      "              (a) {} draws at each of {} fixed steps (what delta = {:g} speaks of)\n",
+      options.redraws, measurement.redraw_steps.size(), options.delta);
+  text += fmt::format(
+      "              (b) {} draw{} followed through {} steps; the range takes decisions as "
+      "independent\n",
+      options.seeds, options.seeds == 1 ? "" : "s", measurement.steps);
   text +=
-      "              promised: eps where the paper's rule is on (uncertified decisions do not count), under the\n"
-      "              risk rule the eps it reports; nothing by the others, which are counted beyond ";
+      "              promised: eps where the paper's rule is on (uncertified decisions do not "
+      "count), under the\n"
+      "              risk rule the eps it reports; nothing by the others, which are counted "
+      "beyond ";
   const double tolerance =
       !options.compare && options.epsilon < kOff ? options.epsilon : kPlainTolerance;
   text += fmt::format("{:g}\n", tolerance);
   text +=
       "fetch         share of decisions that ask for tokens, and how many they ask for\n"
-      "moved         tokens copied from the host in a step, of the tokens a KV head holds (group's union)\n"
-      "read          residents and moved tokens; +sketch: with the sketch's bytes, where the method uses it\n"
+      "moved         tokens copied from the host in a step, of the tokens a KV head holds (group's "
+      "union)\n"
+      "read          residents and moved tokens; +sketch: with the sketch's bytes, where the "
+      "method uses it\n"
       "eps reached   the certificate after fetching, median and 95 % of decisions\n"
-      "time          of a step's attention beside dense attention by the same kernels, one thread each; ";
-  text += measurement.threads > 1 ? "noisy,\n              since layers run in parallel (--threads 1: quieter)\n" : "\n              one after the other\n";
-  text += fmt::format("              {}, {} storage\n", measurement.description, name(measurement.storage));
+      "time          of a step's attention beside dense attention by the same kernels and threads";
+  text += measurement.threads > 1 ? "; noisy, since\n              layers and methods run in "
+                                    "parallel (--threads 1: quieter)\n"
+                                  : "\n";
+  text += fmt::format("              {}, {} storage\n", measurement.description,
+                      name(measurement.storage));
   if (options.compare && options.importance.empty()) {
-    text += "importance    a maximum (kvzip) suits top-k, sampling wants a mean (kvzip_mean); --importance sets one for all\n";
+    text +=
+        "importance    a maximum (kvzip) suits top-k, sampling wants a mean (kvzip_mean); "
+        "--importance sets one for all\n";
   }
   return text;
 }
@@ -283,13 +319,15 @@ std::string conclusion(const Measurement& measurement, const Options& options) {
   if (!options.compare) {
     const Row& row = measurement.rows.back();
     std::string text = fmt::format(
-        "\nWith {} % of the tokens resident a step moves {} % of the cache and reads {} % of it; the output is off by\n"
+        "\nWith {} % of the tokens resident a step moves {} % of the cache and reads {} % of it; "
+        "the output is off by\n"
         "{} % (median; 95 %: {} %).",
         percent(row.resident_fraction), percent(row.moved_fraction), percent(row.read_fraction),
         percent(row.output_error_median), percent(row.output_error_p95));
     if (row.method->promise != Promise::none && row.redraws.trials > 0) {
-      text += fmt::format(" Promises missed: {} % of redraws, {} % of steps; {:g} % may be.", percent(row.redraws.value()),
-                          percent(row.steps.value()), 100 * row.method->config.fetch.delta);
+      text += fmt::format(" Promises missed: {} % of redraws, {} % of steps; {:g} % may be.",
+                          percent(row.redraws.value()), percent(row.steps.value()),
+                          100 * row.method->config.fetch.delta);
     }
     return text + "\n";
   }
@@ -299,17 +337,21 @@ std::string conclusion(const Measurement& measurement, const Options& options) {
   if (risk == nullptr || paper == nullptr || bare == nullptr) return "";
   std::string text = fmt::format(
       "\nAt 16x, top-k without fetching is off by {} % (median error of the output; 95 %: {} %).\n"
-      "The paper's rule at eps 0.05 brings that to {} % (95 %: {} %) and moves {} % of the cache in a step,\n"
+      "The paper's rule at eps 0.05 brings that to {} % (95 %: {} %) and moves {} % of the cache "
+      "in a step,\n"
       "risk 1e-4 to {} % (95 %: {} %) and moves {} %",
-      percent(bare->output_error_median), percent(bare->output_error_p95), percent(paper->output_error_median),
-      percent(paper->output_error_p95), percent(paper->moved_fraction), percent(risk->output_error_median),
+      percent(bare->output_error_median), percent(bare->output_error_p95),
+      percent(paper->output_error_median), percent(paper->output_error_p95),
+      percent(paper->moved_fraction), percent(risk->output_error_median),
       percent(risk->output_error_p95), percent(risk->moved_fraction));
   if (risk->moved_fraction > 0) {
-    text += fmt::format(" ({} times less)", short_number(paper->moved_fraction / risk->moved_fraction));
+    text +=
+        fmt::format(" ({} times less)", short_number(paper->moved_fraction / risk->moved_fraction));
   }
   text += fmt::format(".\nD missed what eps 0.05 promised in {} decisions ({} %; {:g} % may)",
                       of_trials(paper->steps), percent(paper->steps.value()), 100 * options.delta);
-  if (paper->redraws.trials > 0) text += fmt::format(", {} % of redraws", percent(paper->redraws.value()));
+  if (paper->redraws.trials > 0)
+    text += fmt::format(", {} % of redraws", percent(paper->redraws.value()));
   return text + ".\n";
 }
 

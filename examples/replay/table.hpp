@@ -14,7 +14,8 @@ namespace verkv::replay {
 inline constexpr std::size_t kTableWidth = 120;
 
 // What the file is and what is about to be done with it.
-std::string heading(const RecordedCache& cache, const Options& options, const std::vector<Method>& methods);
+std::string heading(const RecordedCache& cache, const Options& options,
+                    const std::vector<Method>& methods);
 // One line a row; the comparison is grouped by rate.
 std::string table(const Measurement& measurement, const Options& options);
 // What the columns mean.

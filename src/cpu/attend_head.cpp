@@ -277,12 +277,16 @@ class Step {
     apply_limit();
   }
 
+  // The verification sums what the plan leaves in another order. The plan stops early by as much as that may differ, or a
+  // step would fetch for the sake of a certificate and then miss it by a rounding error.
+  double plan_target() const { return fetch_.epsilon / kOutward; }
+
   FetchThreshold searched_threshold(int h) {
     PlanArrays arrays{ws_.plan_weight.data(), ws_.plan_odds.data(), ws_.plan_key.data(),
                       ws_.plan_position.data(), 0};
     kernels_.plan_start(weight(h), store_.odds(), compressed_, state(h).beta, arrays);
     return search_fetch_threshold(kernels_, arrays, state(h).beta, state(h).denominator, log_term_,
-                                  fetch_.epsilon);
+                                  plan_target());
   }
 
   // Eq. 9 and Eq. 10 in double. The order is not one of keys, so the tokens go into the mark array at once and the
@@ -313,7 +317,7 @@ class Step {
       std::sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(head),
                 [gain](std::uint32_t a, std::uint32_t b) { return gain[a] != gain[b] ? gain[a] > gain[b] : a < b; });
     }
-    const std::size_t k = certified_prefix<double>(w, rho, order, s.denominator, log_term_, fetch_.epsilon / kOutward,
+    const std::size_t k = certified_prefix<double>(w, rho, order, s.denominator, log_term_, plan_target() / kOutward,
                                                    std::span(ws_.exact_scratch).subspan(0, n),
                                                    std::span(ws_.exact_scratch).subspan(n, n));
     // What the other rules ask for joins here: a token that two rules want is planned once.
@@ -505,13 +509,27 @@ class Step {
     report.moved_bytes = moved * shape_.row_bytes();
   }
 
-  // The plan's shift serves the attention too unless an exact logit shows that the sketch was far off.
+  // The plan's shift serves the attention too unless the largest summand of D_hat is far from it: an exact logit shows
+  // that the sketch was far off. A drawn token adds no more than cap * beta * (1 + rho), however large its logit.
   void attention_shift(int h, std::int64_t moved) {
     HeadState& s = state(h);
-    float top = kMinusInfinity;
-    for (std::int64_t i = 0; i < residents_; ++i) top = std::max(top, resident_logit(h)[i]);
-    for (std::int64_t i = 0; i < moved; ++i) top = std::max(top, weight(h)[i]);
     constexpr float tolerated = 20;
+    float top = kMinusInfinity;
+    for (std::int64_t i = 0; i < moved; ++i) top = std::max(top, weight(h)[i]);
+    float any = top;
+    for (std::int64_t i = 0; i < residents_; ++i) any = std::max(any, resident_logit(h)[i]);
+    const float most = s.shift + std::log(static_cast<float>(fetch_.cap) * s.beta);
+    if (any <= s.shift + tolerated && !(most < s.shift - tolerated)) {
+      top = any;
+    } else {
+      for (std::int64_t i = 0; i < residents_; ++i) {
+        float logit = resident_logit(h)[i];
+        if (i < drawn_ && resident_sketched(h)[i] >= 0 && logit > most) {
+          logit = std::min(logit, most + std::log1p(ws_.slot_odds[static_cast<std::size_t>(i)]));
+        }
+        top = std::max(top, logit);
+      }
+    }
     s.attention_shift = std::fabs(top - s.shift) <= tolerated || top == kMinusInfinity ? s.shift : top;
   }
 
@@ -573,10 +591,10 @@ class Step {
     for (int h = 0; h < group_; ++h) {
       const HeadState& s = state(h);
       if (!s.computable) return;
-      const float to_probability =
-          static_cast<float>(std::exp(static_cast<double>(s.attention_shift - s.shift)) / s.denominator);
+      const float to_probability = static_cast<float>(1 / s.denominator);
       for (std::int64_t i = 0; i < window; ++i) {
-        const float p = resident_weight(h)[drawn_ + i] * to_probability;
+        // Not from the attention's weights: under a shift far above the plan's they are all 0.
+        const float p = weight_exp(resident_logit(h)[drawn_ + i] - s.shift) * to_probability;
         ws_.square[static_cast<std::size_t>(i)] += p * p;
       }
     }

@@ -37,7 +37,10 @@ struct HeadPlan {
 
 template <class T>
 void check_fits(const char* what, const TensorView& view, DType storage) {
-  const float limit = storage == DType::f16 ? 65504.0f : std::numeric_limits<float>::max();
+  // The largest number of each type; above it, binary32 input may round to infinity.
+  const float limit = storage == DType::f16    ? 65504.0f
+                      : storage == DType::bf16 ? to_float(BFloat16{0x7f7f})
+                                               : std::numeric_limits<float>::max();
   for (std::int64_t t = 0; t < view.tokens; ++t) {
     for (std::int64_t h = 0; h < view.heads; ++h) {
       const T* row = static_cast<const T*>(view.row(t, h));
@@ -78,8 +81,10 @@ class CpuBackend final : public Backend {
         shape.scale = static_cast<float>(shape.config.scale > 0
                                              ? shape.config.scale
                                              : 1 / std::sqrt(static_cast<double>(shape.config.key_dim)));
-        shape.sketch = {config.sketch.kind, config.sketch.bits, static_cast<int>(shape.config.key_dim)};
-        shape.levels = sketch_levels(config.sketch.kind, config.sketch.bits);
+        // An exact sketch has no bits, whatever the configuration says; the tables want a number they know.
+        const int bits = config.sketch.kind == SketchKind::exact ? 2 : config.sketch.bits;
+        shape.sketch = {config.sketch.kind, bits, static_cast<int>(shape.config.key_dim)};
+        shape.levels = sketch_levels(config.sketch.kind, bits);
         shape.signs.resize(2 * static_cast<std::size_t>(shape.config.key_dim));
         rotation_signs(config.seed, static_cast<int>(shape.config.key_dim), shape.signs);
       }
@@ -148,6 +153,7 @@ class CpuBackend final : public Backend {
       for (std::size_t h = 0; h < sequence.layers[layer].size(); ++h) {
         const HeadStore& store = sequence.layers[layer][h];
         const ImportanceView& view = importance[layer];
+        if (store.tokens() == store.compressed()) continue;  // its view may be null
         plan_head(sequence, layer, h, store.tokens() - config_.local_tokens,
                   view.data + static_cast<std::int64_t>(h) * view.head_stride, plans);
       }
@@ -160,17 +166,21 @@ class CpuBackend final : public Backend {
 
   void redraw(SequenceId id, std::uint64_t draw) override {
     Sequence& sequence = find(id);
-    // Sequences are drawn anew in a copy, so that running out of memory half-way leaves the old draw whole.
-    std::vector<std::vector<HeadStore>> layers = sequence.layers;
-    for (std::size_t layer = 0; layer < layers.size(); ++layer) {
+    // All heads are drawn before one changes, so that running out of memory half-way leaves the old draw whole.
+    std::vector<HeadStore::Residents> drawn;
+    for (std::size_t layer = 0; layer < sequence.layers.size(); ++layer) {
       std::int64_t residents = 0;
-      for (std::size_t h = 0; h < layers[layer].size(); ++h) {
-        layers[layer][h].redraw(shapes_[layer], draw_key(draw, layer, h));
-        residents = std::max(residents, layers[layer][h].residents());
+      for (std::size_t h = 0; h < sequence.layers[layer].size(); ++h) {
+        drawn.push_back(sequence.layers[layer][h].redraw(shapes_[layer], draw_key(draw, layer, h)));
+        residents = std::max(residents, static_cast<std::int64_t>(drawn.back().position.size()));
       }
-      if (!layers[layer].empty()) reserve_workspaces(layer, layers[layer].front().compressed(), residents);
+      if (sequence.layers[layer].empty()) continue;
+      reserve_workspaces(layer, sequence.layers[layer].front().compressed(), residents);
     }
-    sequence.layers.swap(layers);
+    std::size_t next = 0;
+    for (std::vector<HeadStore>& heads : sequence.layers) {
+      for (HeadStore& head : heads) head.take(std::move(drawn[next++]));
+    }
     sequence.draw = draw;
   }
 
@@ -339,7 +349,7 @@ class CpuBackend final : public Backend {
     for (;;) {
       const std::int64_t compressed = heads.front().compressed();
       const std::int64_t window = heads.front().tokens() - compressed;
-      if (window < config_.local_tokens + config_.chunk_tokens) return;
+      if (window - config_.local_tokens < config_.chunk_tokens) return;
       const std::size_t chunk = static_cast<std::size_t>(config_.chunk_tokens);
       std::vector<float> score(heads.size() * chunk);
       std::vector<HeadPlan> plans;

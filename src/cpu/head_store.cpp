@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 namespace verkv::cpu {
 namespace {
@@ -221,29 +222,33 @@ void HeadStore::compress(const LayerShape& shape, std::span<const Positive16> od
   compressed_ = end;
 }
 
-void HeadStore::redraw(const LayerShape& shape, const DrawKey& key) {
-  std::vector<std::uint32_t> positions;
+HeadStore::Residents HeadStore::redraw(const LayerShape& shape, const DrawKey& key) const {
+  Residents result;
   for (std::int64_t i = 0; i < compressed_; ++i) {
     const double r = probability_from_odds(static_cast<double>(to_float(odds_[static_cast<std::size_t>(i)])));
-    if (drawn(key, static_cast<std::uint64_t>(i), r)) positions.push_back(static_cast<std::uint32_t>(i));
+    if (drawn(key, static_cast<std::uint64_t>(i), r)) result.position.push_back(static_cast<std::uint32_t>(i));
   }
-  const std::int64_t now_drawn = static_cast<std::int64_t>(positions.size());
-  for (std::int64_t i = compressed_; i < tokens_; ++i) positions.push_back(static_cast<std::uint32_t>(i));
+  result.drawn = static_cast<std::int64_t>(result.position.size());
+  for (std::int64_t i = compressed_; i < tokens_; ++i) result.position.push_back(static_cast<std::uint32_t>(i));
 
   const std::size_t element = size_bytes(shape.storage);
   const std::size_t key_bytes = bytes(shape.config.key_dim) * element;
   const std::size_t value_bytes = bytes(shape.config.value_dim) * element;
-  AlignedVector<std::byte> keys(positions.size() * key_bytes);
-  AlignedVector<std::byte> values(positions.size() * value_bytes);
-  for (std::size_t slot = 0; slot < positions.size(); ++slot) {
-    const std::byte* row = host_.data() + positions[slot] * (key_bytes + value_bytes);
-    std::memcpy(keys.data() + slot * key_bytes, row, key_bytes);
-    std::memcpy(values.data() + slot * value_bytes, row + key_bytes, value_bytes);
+  result.key.resize(result.position.size() * key_bytes);
+  result.value.resize(result.position.size() * value_bytes);
+  for (std::size_t slot = 0; slot < result.position.size(); ++slot) {
+    const std::byte* row = host_.data() + result.position[slot] * (key_bytes + value_bytes);
+    std::memcpy(result.key.data() + slot * key_bytes, row, key_bytes);
+    std::memcpy(result.value.data() + slot * value_bytes, row + key_bytes, value_bytes);
   }
-  resident_key_.swap(keys);
-  resident_value_.swap(values);
-  resident_position_.swap(positions);
-  drawn_residents_ = now_drawn;
+  return result;
+}
+
+void HeadStore::take(Residents&& residents) noexcept {
+  resident_key_ = std::move(residents.key);
+  resident_value_ = std::move(residents.value);
+  resident_position_ = std::move(residents.position);
+  drawn_residents_ = residents.drawn;
 }
 
 void HeadStore::add_window_step(std::span<const float> square) noexcept {

@@ -85,8 +85,15 @@ class HeadStore {
   // Compresses positions [compressed, compressed + odds.size()) with these odds, drawing with `key`. scratch: key_dim floats.
   void compress(const LayerShape& shape, std::span<const Positive16> odds, const DrawKey& key,
                 std::span<float> scratch) noexcept;
-  // Draws the compressed part anew. Strong guarantee.
-  void redraw(const LayerShape& shape, const DrawKey& key);
+  // The residents under another draw of the compressed part; take puts them in place of those that are there.
+  struct Residents {
+    AlignedVector<std::byte> key;
+    AlignedVector<std::byte> value;
+    std::vector<std::uint32_t> position;
+    std::int64_t drawn = 0;
+  };
+  Residents redraw(const LayerShape& shape, const DrawKey& key) const;
+  void take(Residents&& residents) noexcept;
 
   // Scores of the local window: adds the squares of the attention probabilities that a step gave to its tokens
   // (square[i] summed over the query heads, for position compressed + i).

@@ -75,12 +75,25 @@ using DU8 = hn::Repartition<std::uint8_t, DF>;
 using VU8 = hn::Vec<DU8>;
 constexpr DU8 du8;
 
-// Calls f(0), ..., f(kCount - 1) with compile-time constants.
+// Whether arrays of vectors end up in registers, given that all indices are constants. Where the optimiser is
+// off or a sanitizer watches memory they do not, and less code is generated for the sake of the compile time.
+#if defined(__OPTIMIZE__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && \
+    !HWY_IS_ASAN && !HWY_IS_TSAN && !HWY_IS_MSAN
+constexpr bool kInRegisters = true;
+#else
+constexpr bool kInRegisters = false;
+#endif
+
+// Calls f(0), ..., f(kCount - 1).
 template <int kCount, class F>
 HWY_INLINE void unroll(F&& f) {
-  [&]<int... i>(std::integer_sequence<int, i...>) VERKV_LAMBDA {
-    (f(std::integral_constant<int, i>{}), ...);
-  }(std::make_integer_sequence<int, kCount>{});
+  if constexpr (kInRegisters) {
+    [&]<int... i>(std::integer_sequence<int, i...>) VERKV_LAMBDA {
+      (f(std::integral_constant<int, i>{}), ...);
+    }(std::make_integer_sequence<int, kCount>{});
+  } else {
+    for (int i = 0; i < kCount; ++i) f(i);
+  }
 }
 
 // ---- Groups of 16 tokens ----------------------------------------------------------------------------
@@ -179,21 +192,16 @@ HWY_INLINE void fold(const VF (&acc)[kCount][kParts], float* out) {
   if constexpr (kPadded > kN) {
     VF low[kN][kParts];
     VF high[kCount - kN][kParts];
-    unroll<kCount>([&](auto i) VERKV_LAMBDA {
-      unroll<kParts>([&](auto part) VERKV_LAMBDA {
-        if constexpr (i < kN) {
-          low[i][part] = acc[i][part];
-        } else {
-          high[i - kN][part] = acc[i][part];
-        }
-      });
+    unroll<kParts>([&](auto part) VERKV_LAMBDA {
+      unroll<kN>([&](auto i) VERKV_LAMBDA { low[i][part] = acc[i][part]; });
+      unroll<kCount - kN>([&](auto i) VERKV_LAMBDA { high[i][part] = acc[kN + i][part]; });
     });
     fold(low, out);
     fold(high, out + kN);
   } else {
     VF v[kPadded];
     unroll<kPadded>([&](auto i) VERKV_LAMBDA {
-      constexpr int at = i < kCount ? i : 0;
+      const int at = i < kCount ? i : 0;
       if constexpr (kParts == 1) {
         v[i] = acc[at][0];
       } else if constexpr (kParts == 2) {
@@ -250,11 +258,15 @@ template <class F>
 HWY_INLINE void each_heads(int heads, F&& f) {
   int h = 0;
   for (; h + 4 <= heads; h += 4) f(h, std::integral_constant<int, 4>{});
-  switch (heads - h) {
-    case 1: f(h, std::integral_constant<int, 1>{}); break;
-    case 2: f(h, std::integral_constant<int, 2>{}); break;
-    case 3: f(h, std::integral_constant<int, 3>{}); break;
-    default: break;
+  if constexpr (kInRegisters) {
+    switch (heads - h) {
+      case 1: f(h, std::integral_constant<int, 1>{}); break;
+      case 2: f(h, std::integral_constant<int, 2>{}); break;
+      case 3: f(h, std::integral_constant<int, 3>{}); break;
+      default: break;
+    }
+  } else {
+    for (; h < heads; ++h) f(h, std::integral_constant<int, 1>{});
   }
 }
 

@@ -1,8 +1,8 @@
 // A whole decode step of one KV head in double, by brute force: what the manager is compared with.
 // It starts from the keys and values as they are stored and from the importance scores, and goes
 // through the stages in the paper's order. Equations come from reference.hpp; only what defines the
-// stored bits (16-bit odds, draws, codes of the sketch) comes from the headers under test, since the
-// step is meant for exactly these bits. Their own tests compare them with the reference.
+// stored bits (16-bit odds, draws, codes of the sketch) comes from the headers under test, since
+// the step is meant for exactly these bits. Their own tests compare them with the reference.
 #ifndef VERKV_TESTS_REFERENCE_STEP_HPP
 #define VERKV_TESTS_REFERENCE_STEP_HPP
 
@@ -29,17 +29,20 @@ inline constexpr double kInfinite = std::numeric_limits<double>::infinity();
 // A number after a round trip through the storage type.
 inline float as_stored(float x, DType type) {
   switch (type) {
-    case DType::f32: return x;
-    case DType::f16: return to_float(to_half(x));
-    case DType::bf16: return to_float(to_bfloat16(x));
+    case DType::f32:
+      return x;
+    case DType::f16:
+      return to_float(to_half(x));
+    case DType::bf16:
+      return to_float(to_bfloat16(x));
   }
   return x;
 }
 
-// ---- Which tokens stay ---------------------------------------------------------------------------
+// ---- Which tokens stay ----
 
-// One head's part in a pool: scores of positions [begin, begin + tau.size()), and how many tokens of
-// the local window its share of the budget has to pay for.
+// One head's part in a pool: scores of positions [begin, begin + tau.size()), and how many tokens
+// of the local window its share of the budget has to pay for.
 struct PoolHead {
   Vector tau;
   std::size_t begin = 0;
@@ -47,7 +50,8 @@ struct PoolHead {
 };
 
 // Odds as stored, per head of the pool; infinite for tokens that always stay.
-inline std::vector<Vector> pool_odds(const CacheConfig& config, const std::vector<PoolHead>& heads) {
+inline std::vector<Vector> pool_odds(const CacheConfig& config,
+                                     const std::vector<PoolHead>& heads) {
   Vector tau;
   double budget = 0;
   std::vector<std::size_t> sinks;
@@ -96,7 +100,7 @@ inline std::vector<bool> draw(const Vector& odds, const DrawKey& key, std::size_
   return result;
 }
 
-// ---- The step ------------------------------------------------------------------------------------
+// ---- The step ----
 
 // One KV head as it stands before a step. Positions [0, odds.size()) are compressed.
 struct HeadCase {
@@ -104,11 +108,11 @@ struct HeadCase {
   FetchConfig fetch;
   SketchConfig sketch;
   std::uint64_t seed = 0;
-  std::vector<std::vector<float>> key;    // of all tokens, as stored
+  std::vector<std::vector<float>> key;  // of all tokens, as stored
   std::vector<std::vector<float>> value;
   Vector odds;
-  std::vector<bool> resident;    // of the compressed tokens
-  std::size_t mean_tokens = 0;   // compressed the first time: the channel means are theirs
+  std::vector<bool> resident;   // of the compressed tokens
+  std::size_t mean_tokens = 0;  // compressed the first time: the channel means are theirs
 
   // Makes the plan look at the draw, which it must not: tokens that are not resident come first in
   // the order. For the test of the test.
@@ -168,7 +172,8 @@ inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& qu
   if (rotated) {
     for (std::size_t j = 0; j < d; ++j) {
       double total = 0;
-      for (std::size_t i = 0; i < head.mean_tokens; ++i) total += static_cast<double>(head.key[i][j]);
+      for (std::size_t i = 0; i < head.mean_tokens; ++i)
+        total += static_cast<double>(head.key[i][j]);
       mean[j] = static_cast<float>(total / static_cast<double>(head.mean_tokens));
     }
   }
@@ -185,7 +190,8 @@ inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& qu
   std::vector<std::int8_t> code(static_cast<std::size_t>(shape.padded_dim()));
   const double step = static_cast<double>(encode_query(q, code).scale);
 
-  std::vector<std::uint8_t> packed(static_cast<std::size_t>(code_storage_bytes(shape, kSketchGroup)));
+  std::vector<std::uint8_t> packed(
+      static_cast<std::size_t>(code_storage_bytes(shape, kSketchGroup)));
   for (std::size_t i = 0; i < n; ++i) {
     std::vector<float> k = head.key[i];
     for (std::size_t j = 0; j < d; ++j) k[j] -= mean[j];
@@ -300,7 +306,8 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
         Indices order = descending(rank);
         if (fetch.order == FetchOrder::key && fetch.shortlist > 0) {
           const Vector gain = gains(weight[h], r, denominator[h], fetch.delta);
-          const std::size_t leading = std::min(low.size(), static_cast<std::size_t>(fetch.shortlist));
+          const std::size_t leading =
+              std::min(low.size(), static_cast<std::size_t>(fetch.shortlist));
           std::stable_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(leading),
                            [&](std::size_t a, std::size_t b) {
                              return gain[a] != gain[b] ? gain[a] > gain[b] : a < b;
@@ -310,8 +317,8 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
           std::stable_partition(order.begin(), order.end(),
                                 [&](std::size_t p) { return !head.resident[low[p]]; });
         }
-        const std::size_t k = first_certified(weight[h], r, order, denominator[h], fetch.delta,
-                                              fetch.epsilon);
+        const std::size_t k =
+            first_certified(weight[h], r, order, denominator[h], fetch.delta, fetch.epsilon);
         for (std::size_t p = 0; p < k; ++p) own[order[p]] = true;
       }
       for (std::size_t p = 0; p < low.size(); ++p) {

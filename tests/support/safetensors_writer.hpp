@@ -27,8 +27,13 @@ struct SafeTensor {
 };
 
 // From floats, rounded to `type`.
-inline SafeTensor make_tensor(DType type, std::vector<std::int64_t> shape, const std::vector<float>& values) {
-  SafeTensor tensor{type == DType::f32 ? "F32" : type == DType::f16 ? "F16" : "BF16", std::move(shape), {}};
+inline SafeTensor make_tensor(DType type, std::vector<std::int64_t> shape,
+                              const std::vector<float>& values) {
+  SafeTensor tensor{type == DType::f32   ? "F32"
+                    : type == DType::f16 ? "F16"
+                                         : "BF16",
+                    std::move(shape),
+                    {}};
   tensor.bytes.resize(values.size() * size_bytes(type));
   char* to = tensor.bytes.data();
   for (const float value : values) {
@@ -104,7 +109,8 @@ class TemporaryFile {
   }
 
  private:
-  // Tests run as parallel processes; the address differs between objects, the time between processes.
+  // Tests run as parallel processes; the address differs between objects, the time between
+  // processes.
   std::string unique() const {
     const auto now = std::filesystem::file_time_type::clock::now().time_since_epoch().count();
     return std::to_string(now) + "-" + std::to_string(reinterpret_cast<std::uintptr_t>(this));

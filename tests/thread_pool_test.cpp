@@ -1,0 +1,54 @@
+// The pool runs every index exactly once, generation after generation.
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "catch.hpp"
+#include "thread_pool.hpp"
+
+TEST_CASE("Every index runs exactly once, with a valid worker") {
+  for (const int threads : {1, 2, 3, 4}) {
+    verkv::ThreadPool pool(threads);
+    REQUIRE(pool.size() == threads);
+    for (int generation = 0; generation < 300; ++generation) {
+      for (const std::int64_t count : {0, 1, 2, 3, 5, 64}) {
+        std::vector<int> runs(
+            static_cast<std::size_t>(count));  // not atomic: an index belongs to one worker
+        std::atomic<bool> workers_valid{true};
+        pool.run(count, [&](int worker, std::int64_t index) {
+          if (worker < 0 || worker >= threads) workers_valid = false;
+          ++runs[static_cast<std::size_t>(index)];
+        });
+        bool once = true;
+        for (const int r : runs) once = once && r == 1;
+        REQUIRE(once);
+        REQUIRE(workers_valid);
+      }
+    }
+    std::vector<int> runs(1000);
+    pool.run(1000, [&](int, std::int64_t index) { ++runs[static_cast<std::size_t>(index)]; });
+    for (const int r : runs) REQUIRE(r == 1);
+  }
+}
+
+TEST_CASE("A worker never runs two tasks at a time") {
+  verkv::ThreadPool pool(4);
+  std::vector<int> scratch(4);  // one per worker, as the workspaces of a step are
+  std::vector<int> result(1000);
+  for (int generation = 0; generation < 50; ++generation) {
+    pool.run(1000, [&](int worker, std::int64_t index) {
+      int& own = scratch[static_cast<std::size_t>(worker)];
+      own = static_cast<int>(index);
+      for (volatile int spin = 0; spin < 20;) spin = spin + 1;
+      result[static_cast<std::size_t>(index)] = own;
+    });
+    for (int i = 0; i < 1000; ++i) REQUIRE(result[static_cast<std::size_t>(i)] == i);
+  }
+}
+
+TEST_CASE("A pool may be made and destroyed unused, and picks a size by itself") {
+  for (int i = 0; i < 50; ++i) verkv::ThreadPool pool(1 + i % 4);
+  const verkv::ThreadPool own(0);
+  CHECK(own.size() >= 1);
+}
