@@ -1,5 +1,5 @@
-// The inner loops of a CPU step: every vector implementation against the scalar one, bit for bit, and the
-// scalar one against plain loops in double.
+// The inner loops of a CPU step: every vector implementation against the scalar one, bit for bit,
+// and the scalar one against plain loops in double.
 
 #include <algorithm>
 #include <bit>
@@ -39,14 +39,15 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 // Half a unit in the last place of 1.
 constexpr double kRound = 0.5 * static_cast<double>(std::numeric_limits<float>::epsilon());
 
-const std::vector<std::int64_t> kCounts = {0,  1,  2,  15,  16,  17,  31,   63,
+const std::vector<std::int64_t> kCounts = {0,  1,  2,   15,  16,  17,   31,  63,
                                            64, 65, 511, 512, 513, 1025, 5000};
 const std::vector<int> kDims = {1, 4, 7, 16, 64, 80, 96, 100, 112, 128, 256};
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 std::int64_t whole_groups(std::int64_t n) { return (n + 15) / 16 * 16; }
 
-// ---- Comparison -------------------------------------------------------------------------------------
+// ---- Comparison
+// -------------------------------------------------------------------------------------
 
 // Every NaN counts as the same: which of two payloads survives an operation is up to the compiler.
 std::uint32_t bits(float x) {
@@ -79,7 +80,8 @@ void check_same(const char* what, const std::vector<T>& expected, const std::vec
   }
 }
 
-// ---- Data -------------------------------------------------------------------------------------------
+// ---- Data
+// -------------------------------------------------------------------------------------------
 
 class Random {
  public:
@@ -114,9 +116,11 @@ std::vector<Positive16> random_odds(Random& random, std::int64_t count) {
   return odds;
 }
 
-// Weights as the step has them: 0 where the odds are infinite; elsewhere exp of something, 0, denormal or NaN.
-std::vector<float> random_weights(Random& random, const std::vector<Positive16>& odds, std::int64_t count,
-                                  int heads, std::int64_t stride, bool with_nan) {
+// Weights as the step has them: 0 where the odds are infinite; elsewhere exp of something, 0,
+// denormal or NaN.
+std::vector<float> random_weights(Random& random, const std::vector<Positive16>& odds,
+                                  std::int64_t count, int heads, std::int64_t stride,
+                                  bool with_nan) {
   std::vector<float> w(size(heads * stride), -1.0f);
   for (int h = 0; h < heads; ++h) {
     for (std::int64_t i = 0; i < count; ++i) {
@@ -144,10 +148,17 @@ std::vector<float> random_betas(Random& random, int heads) {
   std::vector<float> beta(size(heads));
   for (float& x : beta) {
     switch (random.below(8)) {
-      case 0: x = 0; break;
-      case 1: x = kInfinity; break;
-      case 2: x = 0.5f; break;
-      default: x = static_cast<float>(std::exp(random.uniform(-8, 2)));
+      case 0:
+        x = 0;
+        break;
+      case 1:
+        x = kInfinity;
+        break;
+      case 2:
+        x = 0.5f;
+        break;
+      default:
+        x = static_cast<float>(std::exp(random.uniform(-8, 2)));
     }
   }
   return beta;
@@ -163,9 +174,12 @@ struct RowData {
   float at(std::int64_t row, int j) const {
     const std::size_t k = size(row * rows.stride + j);
     switch (rows.type) {
-      case DType::f32: return f32[k];
-      case DType::f16: return verkv::to_float(f16[k]);
-      case DType::bf16: return verkv::to_float(bf16[k]);
+      case DType::f32:
+        return f32[k];
+      case DType::f16:
+        return verkv::to_float(f16[k]);
+      case DType::bf16:
+        return verkv::to_float(bf16[k]);
     }
     return 0;
   }
@@ -183,23 +197,36 @@ RowData random_rows(Random& random, DType type, std::int64_t count, int dim, std
     if (kind == 2) x = 3e-6f;  // subnormal in binary16
     if (kind == 3) x = 6.0e4f;
     switch (type) {
-      case DType::f32: data.f32.push_back(x); break;
-      case DType::f16: data.f16.push_back(verkv::to_half(x)); break;
-      case DType::bf16: data.bf16.push_back(verkv::to_bfloat16(x)); break;
+      case DType::f32:
+        data.f32.push_back(x);
+        break;
+      case DType::f16:
+        data.f16.push_back(verkv::to_half(x));
+        break;
+      case DType::bf16:
+        data.bf16.push_back(verkv::to_bfloat16(x));
+        break;
     }
   }
   data.rows.type = type;
   data.rows.stride = stride;
   data.rows.dim = dim;
   switch (type) {
-    case DType::f32: data.rows.data = data.f32.data(); break;
-    case DType::f16: data.rows.data = data.f16.data(); break;
-    case DType::bf16: data.rows.data = data.bf16.data(); break;
+    case DType::f32:
+      data.rows.data = data.f32.data();
+      break;
+    case DType::f16:
+      data.rows.data = data.f16.data();
+      break;
+    case DType::bf16:
+      data.rows.data = data.bf16.data();
+      break;
   }
   return data;
 }
 
-// ---- Dispatch ---------------------------------------------------------------------------------------
+// ---- Dispatch
+// ---------------------------------------------------------------------------------------
 
 TEST_CASE("the vector kernels are those of this machine", "[kernels]") {
   const std::vector<const Kernels*> all = verkv::cpu::all_vector_kernels();
@@ -217,21 +244,25 @@ TEST_CASE("the vector kernels are those of this machine", "[kernels]") {
   // A build for one instruction set has only that one; other builds have all that the machine runs.
   const std::string best = verkv::cpu::vector_kernels().name;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) CHECK(best != "scalar");
-  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) CHECK(best != "AVX2");
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+    CHECK(best != "AVX2");
 #if !defined(__AVX2__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) CHECK(names.count("AVX2") == 1);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    CHECK(names.count("AVX2") == 1);
 #endif
 #endif
 }
 
-// ---- Vector against scalar --------------------------------------------------------------------------
+// ---- Vector against scalar
+// --------------------------------------------------------------------------
 
 void check_rows(DType type, std::int64_t count, int dim, int heads, bool indexed) {
   INFO("type " << verkv::name(type) << ", count " << count << ", dim " << dim << ", heads " << heads
                << ", indexed " << indexed);
   Random random(static_cast<std::uint32_t>(count * 131 + dim * 7 + heads));
   const std::int64_t stored = indexed ? 2 * count + 3 : count;
-  const RowData data = random_rows(random, type, stored, dim, dim + static_cast<int>(random.below(3)));
+  const RowData data =
+      random_rows(random, type, stored, dim, dim + static_cast<int>(random.below(3)));
   std::vector<std::uint32_t> index(size(count));
   for (std::uint32_t& i : index) i = random.below(static_cast<std::uint32_t>(stored));
   const std::uint32_t* list = indexed ? index.data() : nullptr;
@@ -239,7 +270,8 @@ void check_rows(DType type, std::int64_t count, int dim, int heads, bool indexed
   const std::int64_t q_stride = whole_groups(dim);
   std::vector<float> q(size(heads * q_stride), 0.0f);
   for (int h = 0; h < heads; ++h) {
-    for (int j = 0; j < dim; ++j) q[size(h * q_stride + j)] = static_cast<float>(random.uniform(-2, 2));
+    for (int j = 0; j < dim; ++j)
+      q[size(h * q_stride + j)] = static_cast<float>(random.uniform(-2, 2));
   }
   const std::int64_t stride = count + 5;
   std::vector<float> c(size(heads * stride));
@@ -340,7 +372,8 @@ struct SketchCase {
 
   SketchCase(verkv::SketchKind kind, int code_bits, int dim, std::int64_t tokens, int query_heads,
              bool with_nan) {
-    Random random(static_cast<std::uint32_t>(dim * 1009 + tokens * 17 + query_heads * 5 + code_bits));
+    Random random(
+        static_cast<std::uint32_t>(dim * 1009 + tokens * 17 + query_heads * 5 + code_bits));
     shape = {kind, code_bits, dim};
     levels = verkv::sketch_levels(kind, code_bits);
     count = tokens;
@@ -352,8 +385,9 @@ struct SketchCase {
     scale.resize(odds.size(), Positive16{0xffff});
     offset.resize(odds.size(), BFloat16{0xffff});
     for (std::int64_t i = 0; i < count; ++i) {
-      scale[size(i)] = random.one_in(16) ? Positive16{0}
-                                         : verkv::to_positive16(static_cast<float>(random.uniform(0, 3)));
+      scale[size(i)] = random.one_in(16)
+                           ? Positive16{0}
+                           : verkv::to_positive16(static_cast<float>(random.uniform(0, 3)));
       if (with_nan && random.one_in(8)) scale[size(i)] = verkv::to_positive16(kNaN);
       offset[size(i)] = verkv::to_bfloat16(static_cast<float>(random.uniform(-4, 4)));
     }
@@ -363,7 +397,7 @@ struct SketchCase {
       HeadConstants head;
       for (int j = 0; j < shape.padded_dim(); ++j) {
         const int extreme = random.one_in(2) ? 127 : -127;
-        const int x = j >= dim            ? 0
+        const int x = j >= dim           ? 0
                       : random.one_in(4) ? extreme
                                          : static_cast<int>(random.below(255)) - 127;
         q[size(h * q_stride + j)] = static_cast<std::int8_t>(x);
@@ -380,9 +414,9 @@ struct SketchCase {
     out.assign(size(heads * out_stride), 7.0f);
     largest.assign(size(heads), 7.0f);
     kernels.sketch_logits(shape, levels, codes.data(), scale.data(),
-                          shape.kind == verkv::SketchKind::minmax ? offset.data() : nullptr, odds.data(),
-                          count, q.data(), heads, q_stride, constants.data(), out.data(), out_stride,
-                          largest.data());
+                          shape.kind == verkv::SketchKind::minmax ? offset.data() : nullptr,
+                          odds.data(), count, q.data(), heads, q_stride, constants.data(),
+                          out.data(), out_stride, largest.data());
     // What lies past count is nobody's.
     for (int h = 0; h < heads; ++h) {
       std::fill(out.begin() + h * out_stride + count, out.begin() + (h + 1) * out_stride, 7.0f);
@@ -479,20 +513,40 @@ TEST_CASE("weights: vectors give the bits of the scalar kernel", "[kernels]") {
             float& x = start[size(h * stride + i)];
             x = static_cast<float>(random.uniform(-40, 25));
             switch (random.below(64)) {
-              case 0: x = -kInfinity; break;
-              case 1: x = kInfinity; break;
-              case 2: x = -87.0f; break;
-              case 3: x = std::nextafter(-87.0f, -100.0f); break;
-              case 4: x = 60.0f; break;
-              case 5: x = std::nextafter(60.0f, 100.0f); break;
-              case 6: x = static_cast<float>(random.uniform(-100, 100)); break;
-              case 7: x = with_nan ? kNaN : 0.0f; break;
-              case 8: x = with_nan ? std::bit_cast<float>(0xffc001ffu) : -0.0f; break;
-              default: break;
+              case 0:
+                x = -kInfinity;
+                break;
+              case 1:
+                x = kInfinity;
+                break;
+              case 2:
+                x = -87.0f;
+                break;
+              case 3:
+                x = std::nextafter(-87.0f, -100.0f);
+                break;
+              case 4:
+                x = 60.0f;
+                break;
+              case 5:
+                x = std::nextafter(60.0f, 100.0f);
+                break;
+              case 6:
+                x = static_cast<float>(random.uniform(-100, 100));
+                break;
+              case 7:
+                x = with_nan ? kNaN : 0.0f;
+                break;
+              case 8:
+                x = with_nan ? std::bit_cast<float>(0xffc001ffu) : -0.0f;
+                break;
+              default:
+                break;
             }
           }
         }
-        const auto run = [&](const Kernels& kernels, std::vector<float>& w, std::vector<double>& sum) {
+        const auto run = [&](const Kernels& kernels, std::vector<float>& w,
+                             std::vector<double>& sum) {
           w = start;
           sum.assign(size(heads), -1.0);
           kernels.weights(w.data(), stride, odds.data(), count, heads, shift.data(), sum.data());
@@ -543,24 +597,26 @@ TEST_CASE("sums over tokens: vectors give the bits of the scalar kernels", "[ker
         Random random(static_cast<std::uint32_t>(count * 64 + heads * 4) + seed);
         const std::vector<Positive16> odds = random_odds(random, count);
         const std::int64_t stride = count + 3;
-        const std::vector<float> w = random_weights(random, odds, count, heads, stride, seed % 2 == 1);
+        const std::vector<float> w =
+            random_weights(random, odds, count, heads, stride, seed % 2 == 1);
         const std::vector<float> beta = random_betas(random, heads);
         std::vector<double> expected_weight(size(heads)), expected_odds(size(heads)),
             expected_variance(size(heads));
         std::vector<float> expected_jump(size(heads));
         const Kernels& scalar = verkv::cpu::scalar_kernels();
-        scalar.beta_sums(w.data(), stride, odds.data(), count, heads, beta.data(), expected_weight.data(),
-                         expected_odds.data());
+        scalar.beta_sums(w.data(), stride, odds.data(), count, heads, beta.data(),
+                         expected_weight.data(), expected_odds.data());
         scalar.tail_sums(w.data(), stride, odds.data(), count, heads, beta.data(),
                          expected_variance.data(), expected_jump.data());
         for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
           INFO(kernels->name);
-          std::vector<double> weight(size(heads), -1.0), rho(size(heads), -1.0), variance(size(heads), -1.0);
+          std::vector<double> weight(size(heads), -1.0), rho(size(heads), -1.0),
+              variance(size(heads), -1.0);
           std::vector<float> jump(size(heads), -1.0f);
-          kernels->beta_sums(w.data(), stride, odds.data(), count, heads, beta.data(), weight.data(),
-                             rho.data());
-          kernels->tail_sums(w.data(), stride, odds.data(), count, heads, beta.data(), variance.data(),
-                             jump.data());
+          kernels->beta_sums(w.data(), stride, odds.data(), count, heads, beta.data(),
+                             weight.data(), rho.data());
+          kernels->tail_sums(w.data(), stride, odds.data(), count, heads, beta.data(),
+                             variance.data(), jump.data());
           check_same("weight", expected_weight, weight);
           check_same("odds", expected_odds, rho);
           check_same("variance", expected_variance, variance);
@@ -580,7 +636,8 @@ TEST_CASE("select_tokens: vectors choose the tokens of the scalar kernel", "[ker
         Random random(static_cast<std::uint32_t>(count * 64 + heads * 8) + seed);
         const std::vector<Positive16> odds = random_odds(random, count);
         const std::int64_t stride = count + 3;
-        const std::vector<float> w = random_weights(random, odds, count, heads, stride, seed % 2 == 1);
+        const std::vector<float> w =
+            random_weights(random, odds, count, heads, stride, seed % 2 == 1);
         const std::vector<float> beta = random_betas(random, heads);
         std::vector<float> key_threshold(size(heads)), weight_threshold(size(heads));
         for (int h = 0; h < heads; ++h) {
@@ -589,8 +646,8 @@ TEST_CASE("select_tokens: vectors choose the tokens of the scalar kernel", "[ker
               static_cast<float>(std::exp(random.uniform(-20, static_cast<double>(seed) * 4 - 10)));
           if (count > 0 && random.one_in(3)) {
             const std::uint32_t i = random.below(static_cast<std::uint32_t>(count));
-            key_threshold[size(h)] = verkv::fetch_key(
-                w[size(h * stride) + i], verkv::to_float(odds[i]), beta[size(h)]);
+            key_threshold[size(h)] =
+                verkv::fetch_key(w[size(h * stride) + i], verkv::to_float(odds[i]), beta[size(h)]);
           }
           if (random.one_in(8)) key_threshold[size(h)] = 0;
           if (random.one_in(12)) key_threshold[size(h)] = -1;
@@ -603,10 +660,9 @@ TEST_CASE("select_tokens: vectors choose the tokens of the scalar kernel", "[ker
                              std::vector<std::int64_t>& planned) {
           out.assign(size(count + 16), 0xffffffffu);
           planned.assign(size(heads), 1000);
-          const std::int64_t found =
-              kernels.select_tokens(w.data(), stride, odds.data(), count, heads, beta.data(),
-                                    key_threshold.data(), weight_threshold.data(), out.data(),
-                                    planned.data());
+          const std::int64_t found = kernels.select_tokens(
+              w.data(), stride, odds.data(), count, heads, beta.data(), key_threshold.data(),
+              weight_threshold.data(), out.data(), planned.data());
           REQUIRE(found <= count);
           out.resize(size(found));
         };
@@ -665,7 +721,8 @@ TEST_CASE("the search's arrays: vectors give the bits of the scalar kernels", "[
       const std::vector<Positive16> odds = random_odds(random, count);
       const std::vector<float> w = random_weights(random, odds, count, 1, count, seed % 2 == 1);
       const float beta = random_betas(random, 1)[0];
-      const float threshold = random.one_in(4) ? kInfinity : static_cast<float>(std::exp(random.uniform(-20, 6)));
+      const float threshold =
+          random.one_in(4) ? kInfinity : static_cast<float>(std::exp(random.uniform(-20, 6)));
       const float low = beta * static_cast<float>(random.uniform(0, 1));
       const float settle = threshold * static_cast<float>(random.uniform(0, 1));
 
@@ -689,8 +746,8 @@ TEST_CASE("the search's arrays: vectors give the bits of the scalar kernels", "[
           const float shrink = 1 / static_cast<float>(1 + round);
           kernels.plan_compact(plan.arrays, threshold * shrink, settle * shrink, low,
                                round == 0 ? kInfinity : beta, base);
-          result.sums.insert(result.sums.end(), {weight, rho, variance, base.in_weight, base.in_odds,
-                                                 base.out_variance});
+          result.sums.insert(result.sums.end(), {weight, rho, variance, base.in_weight,
+                                                 base.in_odds, base.out_variance});
           result.tops.insert(result.tops.end(), {jump, base.in_largest_odds, base.out_jump});
         }
       };
@@ -711,7 +768,8 @@ TEST_CASE("the search's arrays: vectors give the bits of the scalar kernels", "[
   }
 }
 
-// ---- Scalar against plain loops ---------------------------------------------------------------------
+// ---- Scalar against plain loops
+// ---------------------------------------------------------------------
 
 void check_near(const char* what, double expected, double actual, double tolerance) {
   INFO(what << ": " << actual << ", expected " << expected << " within " << tolerance);
@@ -731,11 +789,14 @@ TEST_CASE("scalar rows agree with double", "[kernels]") {
       const std::int64_t q_stride = whole_groups(dim);
       std::vector<float> q(size(heads * q_stride), 0.0f);
       for (int h = 0; h < heads; ++h) {
-        for (int j = 0; j < dim; ++j) q[size(h * q_stride + j)] = static_cast<float>(random.uniform(-2, 2));
+        for (int j = 0; j < dim; ++j)
+          q[size(h * q_stride + j)] = static_cast<float>(random.uniform(-2, 2));
       }
       std::vector<float> dots(size(heads * count)), sums(size(heads * dim), 1.0f);
-      scalar.dot_rows(data.rows, index.data(), count, q.data(), heads, q_stride, dots.data(), count);
-      scalar.weighted_rows(data.rows, index.data(), count, dots.data(), heads, count, sums.data(), dim);
+      scalar.dot_rows(data.rows, index.data(), count, q.data(), heads, q_stride, dots.data(),
+                      count);
+      scalar.weighted_rows(data.rows, index.data(), count, dots.data(), heads, count, sums.data(),
+                           dim);
       for (int h = 0; h < heads; ++h) {
         for (std::int64_t i = 0; i < count; ++i) {
           double dot = 0, magnitude = 0;
@@ -769,11 +830,14 @@ TEST_CASE("scalar rows agree with double", "[kernels]") {
 
 TEST_CASE("scalar sketch logits agree with double", "[kernels]") {
   using verkv::SketchKind;
-  for (const auto& [kind, code_bits] : std::vector<std::pair<SketchKind, int>>{
-           {SketchKind::lloyd_max, 2}, {SketchKind::lloyd_max, 3}, {SketchKind::lloyd_max, 4},
-           {SketchKind::minmax, 2}}) {
+  for (const auto& [kind, code_bits] :
+       std::vector<std::pair<SketchKind, int>>{{SketchKind::lloyd_max, 2},
+                                               {SketchKind::lloyd_max, 3},
+                                               {SketchKind::lloyd_max, 4},
+                                               {SketchKind::minmax, 2}}) {
     for (const int dim : kDims) {
-      INFO((kind == SketchKind::minmax ? "minmax " : "lloyd_max ") << code_bits << " bits, dim " << dim);
+      INFO((kind == SketchKind::minmax ? "minmax " : "lloyd_max ")
+           << code_bits << " bits, dim " << dim);
       const SketchCase test(kind, code_bits, dim, 50, 2, false);
       std::vector<float> out, largest;
       test.run(verkv::cpu::scalar_kernels(), out, largest);
@@ -796,8 +860,9 @@ TEST_CASE("scalar sketch logits agree with double", "[kernels]") {
             if (code_bits == 4) {
               code += 4 * ((unsigned{test.codes[high + size(j / 4 * 16) + lane]} >> pair) & 3u);
             }
-            const int level = kind == SketchKind::minmax ? static_cast<int>(code)
-                                                         : static_cast<int>(test.levels.byte[code]) - 127;
+            const int level = kind == SketchKind::minmax
+                                  ? static_cast<int>(code)
+                                  : static_cast<int>(test.levels.byte[code]) - 127;
             dot += level * test.q[size(h * test.q_stride + j)];
           }
           const double scaled =
@@ -826,7 +891,8 @@ TEST_CASE("scalar sketch logits agree with double", "[kernels]") {
 
 TEST_CASE("scalar sums agree with double", "[kernels]") {
   const Kernels& scalar = verkv::cpu::scalar_kernels();
-  // A block has 32 additions a lane and 4 in the fold; the terms have at most 3 roundings of their own.
+  // A block has 32 additions a lane and 4 in the fold; the terms have at most 3 roundings of their
+  // own.
   constexpr double kTolerance = 1.01 * (32 + 4 + 3) * kRound;
   for (const std::int64_t count : kCounts) {
     INFO("count " << count);
@@ -880,7 +946,8 @@ TEST_CASE("scalar sums agree with double", "[kernels]") {
       scalar.plan_start(w.data(), odds.data(), count, beta, plan.arrays);
       REQUIRE(plan.arrays.count == static_cast<std::int64_t>(key.size()));
       for (std::size_t i = 0; i < key.size(); ++i) {
-        check_near("key", key[i], static_cast<double>(plan.key[i]), 4 * kRound * key[i] + tiny + 1e-44);
+        check_near("key", key[i], static_cast<double>(plan.key[i]),
+                   4 * kRound * key[i] + tiny + 1e-44);
       }
       double plan_weight = -1, plan_odds = -1, plan_variance = -1;
       float plan_jump = -1;
@@ -897,10 +964,12 @@ TEST_CASE("scalar sums agree with double", "[kernels]") {
       CHECK(plan.arrays.count == 0);
       check_near("settled weight", weight, base.in_weight, kTolerance * weight);
       check_near("settled odds", rho, base.in_odds, kTolerance * rho);
-      const double settled = base.out_variance + static_cast<double>(beta) * static_cast<double>(beta) * base.in_odds;
+      const double settled =
+          base.out_variance + static_cast<double>(beta) * static_cast<double>(beta) * base.in_odds;
       check_near("settled variance", variance, settled, 2 * kTolerance * variance + tiny);
-      const double settled_jump = std::max(static_cast<double>(beta) * static_cast<double>(base.in_largest_odds),
-                                           static_cast<double>(base.out_jump));
+      const double settled_jump =
+          std::max(static_cast<double>(beta) * static_cast<double>(base.in_largest_odds),
+                   static_cast<double>(base.out_jump));
       check_near("settled jump", jump, settled_jump, 4 * kRound * jump + tiny);
     }
   }

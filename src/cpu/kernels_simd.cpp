@@ -1,8 +1,8 @@
 // The kernels over vectors, compiled once for every instruction set and chosen at run time.
 //
-// Everything that kernels.hpp sums in 16 lanes is held in kParts vectors of kN lanes, lane l in part l / kN:
-// one vector of AVX-512, two of AVX2, four of NEON. The sums need a fused multiply-add, so instruction
-// sets without one get the scalar kernels.
+// Everything that kernels.hpp sums in 16 lanes is held in kParts vectors of kN lanes, lane l in
+// part l / kN: one vector of AVX-512, two of AVX2, four of NEON. The sums need a fused
+// multiply-add, so instruction sets without one get the scalar kernels.
 
 #ifndef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS \
@@ -13,8 +13,8 @@
 #endif
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/kernels_simd.cpp"
-#include <hwy/foreach_target.h>
 #include <hwy/cache_control.h>
+#include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -33,9 +33,10 @@
 // Highway 1.0 looks for AVX512_VNNI before it chooses this target, but does not tell the compiler.
 #if HWY_TARGET == HWY_AVX3_DL && HWY_MAJOR == 1 && HWY_MINOR == 0 && defined(HWY_TARGET_STR)
 #undef HWY_TARGET_STR
-#define HWY_TARGET_STR                                                                       \
-  HWY_TARGET_STR_AVX3 ",vpclmulqdq,avx512vbmi,avx512vbmi2,vaes,avxvnni,avx512vnni,avx512bitalg," \
-                      "avx512vpopcntdq"
+#define HWY_TARGET_STR                                                           \
+  HWY_TARGET_STR_AVX3                                                            \
+      ",vpclmulqdq,avx512vbmi,avx512vbmi2,vaes,avxvnni,avx512vnni,avx512bitalg," \
+      "avx512vpopcntdq"
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -75,8 +76,9 @@ using DU8 = hn::Repartition<std::uint8_t, DF>;
 using VU8 = hn::Vec<DU8>;
 constexpr DU8 du8;
 
-// Whether arrays of vectors end up in registers, given that all indices are constants. Where the optimiser is
-// off or a sanitizer watches memory they do not, and less code is generated for the sake of the compile time.
+// Whether arrays of vectors end up in registers, given that all indices are constants. Where the
+// optimiser is off or a sanitizer watches memory they do not, and less code is generated for the
+// sake of the compile time.
 #if defined(__OPTIMIZE__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && \
     !HWY_IS_ASAN && !HWY_IS_TSAN && !HWY_IS_MSAN
 constexpr bool kInRegisters = true;
@@ -90,13 +92,15 @@ HWY_INLINE void unroll(F&& f) {
   if constexpr (kInRegisters) {
     [&]<int... i>(std::integer_sequence<int, i...>) VERKV_LAMBDA {
       (f(std::integral_constant<int, i>{}), ...);
-    }(std::make_integer_sequence<int, kCount>{});
+    }
+    (std::make_integer_sequence<int, kCount>{});
   } else {
     for (int i = 0; i < kCount; ++i) f(i);
   }
 }
 
-// ---- Groups of 16 tokens ----------------------------------------------------------------------------
+// ---- Groups of 16 tokens
+// ----------------------------------------------------------------------------
 
 // All lanes of a part.
 struct AllLanes {
@@ -118,8 +122,8 @@ HWY_INLINE MF first_lanes(std::int64_t count, int part) {
   return hn::FirstN(df, static_cast<std::size_t>(rest));
 }
 
-// Calls f(i, part, lanes) for the parts of the tokens [begin, end), begin at a multiple of 16: the first
-// token, which part of its group it is, AllLanes or FirstLanes.
+// Calls f(i, part, lanes) for the parts of the tokens [begin, end), begin at a multiple of 16: the
+// first token, which part of its group it is, AllLanes or FirstLanes.
 template <class F>
 HWY_INLINE void each_part(std::int64_t begin, std::int64_t end, F&& f) {
   std::int64_t i = begin;
@@ -144,10 +148,11 @@ HWY_INLINE VF load(const BFloat16* p) { return load_upper<16>(p); }
 
 HWY_INLINE VF infinity() { return hn::Set(df, std::numeric_limits<float>::infinity()); }
 
-// ---- Folding of lanes -------------------------------------------------------------------------------
+// ---- Folding of lanes
+// -------------------------------------------------------------------------------
 
-// Adds the halves of every stretch of 2 * kHalf lanes of a and of b. The sums of a and of b alternate in
-// the result, kHalf lanes each.
+// Adds the halves of every stretch of 2 * kHalf lanes of a and of b. The sums of a and of b
+// alternate in the result, kHalf lanes each.
 template <int kHalf>
 HWY_INLINE VF fold_pair(VF a, VF b) {
   if constexpr (kHalf == 8) {
@@ -165,13 +170,14 @@ HWY_INLINE VF fold_pair(VF a, VF b) {
   }
 }
 
-// Folds kCount vectors, a power of two not above 2 * kHalf at the start, in the order of fold16: the sum of v[i]
-// is in the lanes from i * kN / kCount on.
+// Folds kCount vectors, a power of two not above 2 * kHalf at the start, in the order of fold16:
+// the sum of v[i] is in the lanes from i * kN / kCount on.
 template <int kHalf, int kCount>
 HWY_INLINE VF fold_tree(const VF (&v)[kCount]) {
   constexpr int kNext = kCount > 1 ? kCount / 2 : 1;
   VF half[kNext];
-  unroll<kNext>([&](auto i) VERKV_LAMBDA { half[i] = fold_pair<kHalf>(v[i], v[(i + kCount / 2)]); });
+  unroll<kNext>([&](auto i)
+                    VERKV_LAMBDA { half[i] = fold_pair<kHalf>(v[i], v[(i + kCount / 2)]); });
   if constexpr (kHalf > 1) {
     return fold_tree<kHalf / 2>(half);
   } else {
@@ -260,17 +266,25 @@ HWY_INLINE void each_heads(int heads, F&& f) {
   for (; h + 4 <= heads; h += 4) f(h, std::integral_constant<int, 4>{});
   if constexpr (kInRegisters) {
     switch (heads - h) {
-      case 1: f(h, std::integral_constant<int, 1>{}); break;
-      case 2: f(h, std::integral_constant<int, 2>{}); break;
-      case 3: f(h, std::integral_constant<int, 3>{}); break;
-      default: break;
+      case 1:
+        f(h, std::integral_constant<int, 1>{});
+        break;
+      case 2:
+        f(h, std::integral_constant<int, 2>{});
+        break;
+      case 3:
+        f(h, std::integral_constant<int, 3>{});
+        break;
+      default:
+        break;
     }
   } else {
     for (; h < heads; ++h) f(h, std::integral_constant<int, 1>{});
   }
 }
 
-// ---- Rows -------------------------------------------------------------------------------------------
+// ---- Rows
+// -------------------------------------------------------------------------------------------
 
 HWY_INLINE VF load(const float* p) { return hn::LoadU(df, p); }
 HWY_INLINE VF load(const Half* p) {
@@ -363,7 +377,8 @@ void dot_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t coun
       });
     } else {
       for (int h = 0; h < kHeads; ++h) {
-        for (std::int64_t r = 0; i + r < count; ++r) out[h * out_stride + i + r] = sums[h * kRows + r];
+        for (std::int64_t r = 0; i + r < count; ++r)
+          out[h * out_stride + i + r] = sums[h * kRows + r];
       }
     }
   }
@@ -373,7 +388,8 @@ template <class T>
 void dot_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* q,
                  int heads, std::int64_t q_stride, float* out, std::int64_t out_stride) {
   each_heads(heads, [&](int h, auto n) HWY_ATTR {
-    dot_rows_of<T, n>(rows, index, count, q + h * q_stride, q_stride, out + h * out_stride, out_stride);
+    dot_rows_of<T, n>(rows, index, count, q + h * q_stride, q_stride, out + h * out_stride,
+                      out_stride);
   });
 }
 
@@ -391,8 +407,9 @@ void dot_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, 
 
 // One block of rows, the coordinates from j on that fit into kVectors vectors.
 template <class T, int kHeads, int kVectors>
-void add_weighted(const Rows& rows, const std::uint32_t* index, std::int64_t begin, std::int64_t end,
-                  const float* c, std::int64_t c_stride, int j, float* out, std::int64_t out_stride) {
+void add_weighted(const Rows& rows, const std::uint32_t* index, std::int64_t begin,
+                  std::int64_t end, const float* c, std::int64_t c_stride, int j, float* out,
+                  std::int64_t out_stride) {
   constexpr std::int64_t kAhead = 8;
   const T* data = static_cast<const T*>(rows.data) + j;
   VF acc[kHeads][kVectors];
@@ -421,8 +438,8 @@ void add_weighted(const Rows& rows, const std::uint32_t* index, std::int64_t beg
 
 // The last dim % kN coordinates of one block of rows.
 template <class T, int kHeads>
-void add_weighted_rest(const Rows& rows, const std::uint32_t* index, std::int64_t begin, std::int64_t end,
-                       const float* c, std::int64_t c_stride, int j, float* out,
+void add_weighted_rest(const Rows& rows, const std::uint32_t* index, std::int64_t begin,
+                       std::int64_t end, const float* c, std::int64_t c_stride, int j, float* out,
                        std::int64_t out_stride) {
   const T* data = static_cast<const T*>(rows.data) + j;
   const int rest = rows.dim - j;
@@ -443,8 +460,8 @@ void add_weighted_rest(const Rows& rows, const std::uint32_t* index, std::int64_
 }
 
 template <class T, int kHeads>
-void weighted_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* c,
-                      std::int64_t c_stride, float* out, std::int64_t out_stride) {
+void weighted_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t count,
+                      const float* c, std::int64_t c_stride, float* out, std::int64_t out_stride) {
   constexpr std::int64_t kBlock = 256;
   constexpr int kVectors = (kN == kLanes ? 16 : 8) / power_of_two_from(kHeads);
   constexpr int kMost = kVectors < 8 ? kVectors : 8;
@@ -474,8 +491,9 @@ void weighted_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t
 }
 
 template <class T>
-void weighted_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* c,
-                      int heads, std::int64_t c_stride, float* out, std::int64_t out_stride) {
+void weighted_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t count,
+                      const float* c, int heads, std::int64_t c_stride, float* out,
+                      std::int64_t out_stride) {
   each_heads(heads, [&](int h, auto n) HWY_ATTR {
     weighted_rows_of<T, n>(rows, index, count, c + h * c_stride, c_stride, out + h * out_stride,
                            out_stride);
@@ -494,10 +512,11 @@ void weighted_rows(const Rows& rows, const std::uint32_t* index, std::int64_t co
   }
 }
 
-// ---- Sketch -----------------------------------------------------------------------------------------
-// Four rows of a plane are 4 bytes for each of 16 tokens. Put side by side (byte k of a 32-bit lane is row k
-// of that lane's token) and mapped to level bytes, one lane's 4 bytes meet 4 query bytes that are the
-// same in all lanes: coordinates j, 4 + j, 8 + j, 12 + j of the block.
+// ---- Sketch
+// ----------------------------------------------------------------------------------------- Four
+// rows of a plane are 4 bytes for each of 16 tokens. Put side by side (byte k of a 32-bit lane is
+// row k of that lane's token) and mapped to level bytes, one lane's 4 bytes meet 4 query bytes that
+// are the same in all lanes: coordinates j, 4 + j, 8 + j, 12 + j of the block.
 
 #if HWY_TARGET <= HWY_AVX3_DL && HWY_ARCH_X86
 #define VERKV_BYTE_DOT 1
@@ -514,9 +533,7 @@ constexpr int kMostSketchDim = 1024;
 
 #if VERKV_BYTE_DOT
 
-HWY_INLINE VU8 permute(VU8 v, VU8 index) {
-  return VU8{_mm512_permutexvar_epi8(index.raw, v.raw)};
-}
+HWY_INLINE VU8 permute(VU8 v, VU8 index) { return VU8{_mm512_permutexvar_epi8(index.raw, v.raw)}; }
 // table: 64 entries, a function of the low 4 bits of the index.
 HWY_INLINE VU8 lookup(VU8 table, VU8 index) { return permute(table, index); }
 
@@ -550,8 +567,8 @@ HWY_INLINE void load_rows(const std::uint8_t* p, VU8 (&out)[kParts]) {
                                                           2, 6, 10, 14, 3, 7, 11, 15};
   alignas(16) static constexpr std::uint8_t kBytes[16] = {0, 4, 8,  12, 1, 5, 9,  13,
                                                           2, 6, 10, 14, 3, 7, 11, 15};
-  const auto words = hn::TableLookupLanes(hn::BitCast(du32, hn::LoadU(du8, p)),
-                                          hn::SetTableIndices(du32, kIndex));
+  const auto words =
+      hn::TableLookupLanes(hn::BitCast(du32, hn::LoadU(du8, p)), hn::SetTableIndices(du32, kIndex));
   out[0] = hn::TableLookupBytes(hn::BitCast(du8, words), hn::LoadDup128(du8, kBytes));
 #elif HWY_MAX_BYTES == 32
   alignas(32) static constexpr std::int32_t kIndex[8] = {0, 1, 4, 5, 2, 3, 6, 7};
@@ -609,9 +626,8 @@ HWY_INLINE void load_rows_twice(const std::uint8_t* p, VU8 (&out)[kParts]) {
                                                           2, 2, 10, 10, 3, 3, 11, 11};
   alignas(16) static constexpr std::uint8_t kSecond[16] = {4, 4, 12, 12, 5, 5, 13, 13,
                                                            6, 6, 14, 14, 7, 7, 15, 15};
-  const VU8 words = hn::BitCast(
-      du8, hn::TableLookupLanes(hn::BitCast(du32, hn::LoadU(du8, p)),
-                                hn::SetTableIndices(du32, kIndex)));
+  const VU8 words = hn::BitCast(du8, hn::TableLookupLanes(hn::BitCast(du32, hn::LoadU(du8, p)),
+                                                          hn::SetTableIndices(du32, kIndex)));
   out[0] = hn::TableLookupBytes(words, hn::LoadDup128(du8, kFirst));
   out[1] = hn::TableLookupBytes(words, hn::LoadDup128(du8, kSecond));
 #else
@@ -656,8 +672,10 @@ struct Decoder {
     }
   }
 
-  // Level bytes of the 4 coordinates j of every byte of one block. high: the block's rows of the high plane.
-  HWY_INLINE void levels(const std::uint8_t* low, const std::uint8_t* high, VU8 (&out)[4][kParts]) const {
+  // Level bytes of the 4 coordinates j of every byte of one block. high: the block's rows of the
+  // high plane.
+  HWY_INLINE void levels(const std::uint8_t* low, const std::uint8_t* high,
+                         VU8 (&out)[4][kParts]) const {
     const hn::Repartition<std::uint16_t, DU8> d16;
     const auto right = [&](VU8 v, auto bits) VERKV_LAMBDA {
       return hn::BitCast(du8, hn::ShiftRight<bits>(hn::BitCast(d16, v)));
@@ -691,12 +709,10 @@ struct Decoder {
         // A byte of the high plane serves two rows of the low one, 4 bits each.
         VU8 y[kParts];
         load_rows_twice(high, y);
-        alignas(16) static constexpr std::uint8_t kEven[16] = {0,    0x04, 0,    0x04, 0x40, 0x44,
-                                                               0x40, 0x44, 0,    0x04, 0,    0x04,
-                                                               0x40, 0x44, 0x40, 0x44};
-        alignas(16) static constexpr std::uint8_t kOdd[16] = {0,    0,    0x04, 0x04, 0,    0,
-                                                              0x04, 0x04, 0x40, 0x40, 0x44, 0x44,
-                                                              0x40, 0x40, 0x44, 0x44};
+        alignas(16) static constexpr std::uint8_t kEven[16] = {
+            0, 0x04, 0, 0x04, 0x40, 0x44, 0x40, 0x44, 0, 0x04, 0, 0x04, 0x40, 0x44, 0x40, 0x44};
+        alignas(16) static constexpr std::uint8_t kOdd[16] = {
+            0, 0, 0x04, 0x04, 0, 0, 0x04, 0x04, 0x40, 0x40, 0x44, 0x44, 0x40, 0x40, 0x44, 0x44};
         unroll<kParts>([&](auto part) VERKV_LAMBDA {
           const VU8 first_row = hn::BitCast(du8, hn::Set(d16, 0x00ff));
           const VU8 own = select_bits(first_row, y[part], right(y[part], four));
@@ -736,14 +752,17 @@ struct DotSum {
 #if VERKV_BYTE_DOT
     sum = VI32{_mm512_dpbusd_epi32(sum.raw, levels.raw, hn::Set(di32, *query).raw)};
 #else
-    // Sums of two products of bytes do not fit into 16 bits, so widen first: bytes 0 and 2, then 1 and 3.
+    // Sums of two products of bytes do not fit into 16 bits, so widen first: bytes 0 and 2, then 1
+    // and 3.
     const hn::Repartition<std::uint16_t, DU8> du;
     const hn::Repartition<std::int16_t, DU8> d;
     const auto v = hn::BitCast(du, levels);
     const auto even = hn::BitCast(d, hn::And(v, hn::Set(du, 0x00ff)));
     const auto odd = hn::BitCast(d, hn::ShiftRight<8>(v));
-    sum = hn::ReorderWidenMulAccumulate(di32, even, hn::BitCast(d, hn::Set(di32, query[0])), sum, other);
-    sum = hn::ReorderWidenMulAccumulate(di32, odd, hn::BitCast(d, hn::Set(di32, query[1])), sum, other);
+    sum = hn::ReorderWidenMulAccumulate(di32, even, hn::BitCast(d, hn::Set(di32, query[0])), sum,
+                                        other);
+    sum = hn::ReorderWidenMulAccumulate(di32, odd, hn::BitCast(d, hn::Set(di32, query[1])), sum,
+                                        other);
 #endif
   }
   HWY_INLINE VI32 total() const {
@@ -757,7 +776,8 @@ struct DotSum {
 
 // query[(block * 4 + j) * heads + h]: the words that DotSum::add takes.
 template <int kHeads>
-void arrange_query(int padded_dim, const std::int8_t* q, std::int64_t q_stride, std::int32_t* query) {
+void arrange_query(int padded_dim, const std::int8_t* q, std::int64_t q_stride,
+                   std::int32_t* query) {
   for (int begin = 0; begin < padded_dim; begin += kBlockDims) {
     for (int j = 0; j < 4; ++j) {
       for (int h = 0; h < kHeads; ++h) {
@@ -779,11 +799,11 @@ void arrange_query(int padded_dim, const std::int8_t* q, std::int64_t q_stride, 
 }
 
 template <int kBits, int kHeads>
-void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels, const std::uint8_t* codes,
-                      const Positive16* scale, const BFloat16* offset, const Positive16* odds,
-                      std::int64_t count, const std::int8_t* q, std::int64_t q_stride,
-                      const HeadConstants* constants, float* out, std::int64_t out_stride,
-                      float* out_largest) {
+void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels,
+                      const std::uint8_t* codes, const Positive16* scale, const BFloat16* offset,
+                      const Positive16* odds, std::int64_t count, const std::int8_t* q,
+                      std::int64_t q_stride, const HeadConstants* constants, float* out,
+                      std::int64_t out_stride, float* out_largest) {
   // Enough independent sums to hide the latency of the dot products.
   constexpr int kSets = VERKV_BYTE_DOT ? (kHeads <= 2 ? 4 : 2) : 1;
   alignas(64) std::int32_t query[kMostSketchDim / 4 * kHeads * kQueryWords];
@@ -841,7 +861,8 @@ void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels, cons
     unroll<kHeads>([&](auto h) VERKV_LAMBDA {
       unroll<kParts>([&](auto part) VERKV_LAMBDA {
         VI32 all = sum[0][h][part].total();
-        unroll<kSets - 1>([&](auto set) VERKV_LAMBDA { all = hn::Add(all, sum[set + 1][h][part].total()); });
+        unroll<kSets - 1>([&](auto set)
+                              VERKV_LAMBDA { all = hn::Add(all, sum[set + 1][h][part].total()); });
         dot[h][part] = all;
       });
       natural_order(dot[h]);
@@ -869,9 +890,8 @@ void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels, cons
     if (i + kLanes <= count) {
       unroll<kParts>([&](auto part) VERKV_LAMBDA { finish(part, AllLanes{}); });
     } else {
-      unroll<kParts>([&](auto part) VERKV_LAMBDA {
-        finish(part, FirstLanes{first_lanes(count - i, part)});
-      });
+      unroll<kParts>([&](auto part)
+                         VERKV_LAMBDA { finish(part, FirstLanes{first_lanes(count - i, part)}); });
     }
   }
   unroll<kHeads>([&](auto h) VERKV_LAMBDA {
@@ -885,8 +905,8 @@ void sketch_logits(const SketchShape& shape, const SketchLevels& levels, const s
                    const HeadConstants* constants, float* out, std::int64_t out_stride,
                    float* out_largest) {
   if (shape.padded_dim() > kMostSketchDim) {
-    return scalar_kernels().sketch_logits(shape, levels, codes, scale, offset, odds, count, q, heads,
-                                          q_stride, constants, out, out_stride, out_largest);
+    return scalar_kernels().sketch_logits(shape, levels, codes, scale, offset, odds, count, q,
+                                          heads, q_stride, constants, out, out_stride, out_largest);
   }
   each_heads(heads, [&](int h, auto n) HWY_ATTR {
     const auto run = [&](auto bits) HWY_ATTR {
@@ -895,22 +915,30 @@ void sketch_logits(const SketchShape& shape, const SketchLevels& levels, const s
                                 out_largest + h);
     };
     switch (shape.bits) {
-      case 2: run(std::integral_constant<int, 2>{}); break;
-      case 3: run(std::integral_constant<int, 3>{}); break;
-      default: run(std::integral_constant<int, 4>{}); break;
+      case 2:
+        run(std::integral_constant<int, 2>{});
+        break;
+      case 3:
+        run(std::integral_constant<int, 3>{});
+        break;
+      default:
+        run(std::integral_constant<int, 4>{});
+        break;
     }
   });
 }
 
-// ---- Weights and their sums -------------------------------------------------------------------------
+// ---- Weights and their sums
+// -------------------------------------------------------------------------
 
 // weight_exp of attention.hpp where `keep`, 0 elsewhere.
 HWY_INLINE VF weight_exp(VF x, MF keep) {
   const MF below = hn::Lt(x, hn::Set(df, -87.0f));
   // Min returns its second operand, or NaN, where that is NaN.
   const VF top = hn::Min(hn::Set(df, 60.0f), x);
-  // 127 more than weight_exp adds, so that the low bits are a biased exponent. It moves no rounding: the
-  // product is never half-way between integers, as the constant has 24 significant bits.
+  // 127 more than weight_exp adds, so that the low bits are a biased exponent. It moves no
+  // rounding: the product is never half-way between integers, as the constant has 24 significant
+  // bits.
   const VF magic = hn::Set(df, 12582912.0f + 127.0f);
   const VF shifted = hn::MulAdd(top, hn::Set(df, 1.44269504088896341f), magic);
   const VF n = hn::Sub(shifted, magic);
@@ -984,8 +1012,8 @@ void beta_sums_of(const float* w, std::int64_t stride, const Positive16* odds, s
   }
 }
 
-void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count, int heads,
-               const float* beta, double* out_weight, double* out_odds) {
+void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
+               int heads, const float* beta, double* out_weight, double* out_odds) {
   each_heads(heads, [&](int h, auto n) HWY_ATTR {
     beta_sums_of<n>(w + h * stride, stride, odds, count, beta + h, out_weight + h, out_odds + h);
   });
@@ -1034,14 +1062,15 @@ void tail_sums_of(const float* w, std::int64_t stride, const Positive16* odds, s
   });
 }
 
-void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count, int heads,
-               const float* beta, double* out_variance, float* out_jump) {
+void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
+               int heads, const float* beta, double* out_variance, float* out_jump) {
   each_heads(heads, [&](int h, auto n) HWY_ATTR {
     tail_sums_of<n>(w + h * stride, stride, odds, count, beta + h, out_variance + h, out_jump + h);
   });
 }
 
-// ---- The plan ---------------------------------------------------------------------------------------
+// ---- The plan
+// ---------------------------------------------------------------------------------------
 
 // fetch_key of fetch_plan.hpp where w > 0.
 HWY_INLINE VF fetch_key(VF w, VF rho, VF beta) {
@@ -1055,11 +1084,13 @@ HWY_INLINE VF fetch_key(VF w, VF rho, VF beta) {
 HWY_INLINE VU32 positions(std::int64_t first) {
   return hn::Iota(du32, static_cast<std::uint32_t>(first));
 }
-HWY_INLINE std::int64_t count_true(MF mask) { return static_cast<std::int64_t>(hn::CountTrue(df, mask)); }
+HWY_INLINE std::int64_t count_true(MF mask) {
+  return static_cast<std::int64_t>(hn::CountTrue(df, mask));
+}
 
 #if HWY_TARGET == HWY_AVX2
-// Lane numbers of the set bits of every mask of 8 lanes, ascending. Highway has the same table, but as a
-// local constant that GCC copies to the stack for every use.
+// Lane numbers of the set bits of every mask of 8 lanes, ascending. Highway has the same table, but
+// as a local constant that GCC copies to the stack for every use.
 struct CompressTable {
   alignas(64) std::uint8_t lane[256][8] = {};
 };
@@ -1084,7 +1115,8 @@ class Compressor {
     std::uint8_t bits[8] = {};
     hn::StoreMaskBits(df, mask, bits);
     const hn::Rebind<std::uint8_t, DF> d8;
-    lanes_ = hn::IndicesFromVec(du32, hn::PromoteTo(du32, hn::LoadU(d8, kCompressTable.lane[bits[0]])));
+    lanes_ =
+        hn::IndicesFromVec(du32, hn::PromoteTo(du32, hn::LoadU(d8, kCompressTable.lane[bits[0]])));
   }
   // Whole vectors are written; what follows the lanes of the mask is arbitrary.
   HWY_INLINE void store(VU32 v, std::uint32_t* p) const {
@@ -1130,8 +1162,8 @@ std::int64_t select_tokens_of(const float* w, std::int64_t stride, const Positiv
     const auto add_head = [&](auto h) VERKV_LAMBDA {
       const VF x = lanes.load(w + h * stride + i);
       const VF key = fetch_key(x, rho, hn::Set(df, beta[h]));
-      const MF wanted = hn::Or(hn::Gt(x, hn::Set(df, least_weight[h])),
-                               hn::Gt(key, hn::Set(df, least_key[h])));
+      const MF wanted =
+          hn::Or(hn::Gt(x, hn::Set(df, least_weight[h])), hn::Gt(key, hn::Set(df, least_key[h])));
       planned[h] += count_true(wanted);
       any = hn::Or(any, wanted);
     };
@@ -1147,23 +1179,30 @@ std::int64_t select_tokens_of(const float* w, std::int64_t stride, const Positiv
   return found;
 }
 
-std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-                           int heads, const float* beta, const float* key_threshold,
-                           const float* weight_threshold, std::uint32_t* out, std::int64_t* out_planned) {
+std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16* odds,
+                           std::int64_t count, int heads, const float* beta,
+                           const float* key_threshold, const float* weight_threshold,
+                           std::uint32_t* out, std::int64_t* out_planned) {
   const auto run = [&](auto n) HWY_ATTR {
-    return select_tokens_of<n>(w, stride, odds, count, heads, beta, key_threshold, weight_threshold, out,
-                               out_planned);
+    return select_tokens_of<n>(w, stride, odds, count, heads, beta, key_threshold, weight_threshold,
+                               out, out_planned);
   };
   switch (heads) {
-    case 1: return run(std::integral_constant<int, 1>{});
-    case 2: return run(std::integral_constant<int, 2>{});
-    case 3: return run(std::integral_constant<int, 3>{});
-    case 4: return run(std::integral_constant<int, 4>{});
-    default: return run(std::integral_constant<int, 0>{});
+    case 1:
+      return run(std::integral_constant<int, 1>{});
+    case 2:
+      return run(std::integral_constant<int, 2>{});
+    case 3:
+      return run(std::integral_constant<int, 3>{});
+    case 4:
+      return run(std::integral_constant<int, 4>{});
+    default:
+      return run(std::integral_constant<int, 0>{});
   }
 }
 
-void plan_start(const float* w, const Positive16* odds, std::int64_t count, float beta, PlanArrays& plan) {
+void plan_start(const float* w, const Positive16* odds, std::int64_t count, float beta,
+                PlanArrays& plan) {
   const PlanArrays to = plan;
   std::int64_t kept = 0;
   each_part(0, count, [&](std::int64_t i, auto, auto lanes) VERKV_LAMBDA {
@@ -1191,8 +1230,7 @@ void plan_beta_sums(const PlanArrays& plan, float threshold, float beta, double&
                 const VF x = lanes.load(plan.weight + i);
                 const VF rho = lanes.load(plan.odds + i);
                 const MF left = hn::Le(lanes.load(plan.key + i), hn::Set(df, threshold));
-                const MF in =
-                    lanes.only(hn::And(left, hn::Gt(x, hn::Mul(hn::Set(df, beta), rho))));
+                const MF in = lanes.only(hn::And(left, hn::Gt(x, hn::Mul(hn::Set(df, beta), rho))));
                 lane[0][part] = hn::IfThenElse(in, hn::Add(lane[0][part], x), lane[0][part]);
                 lane[1][part] = hn::IfThenElse(in, hn::Add(lane[1][part], rho), lane[1][part]);
               });
@@ -1217,7 +1255,8 @@ void plan_tail_sums(const PlanArrays& plan, float threshold, float beta, double&
                 const MF left =
                     lanes.only(hn::Le(lanes.load(plan.key + i), hn::Set(df, threshold)));
                 const Tail tail = tail_of(x, rho, hn::Set(df, beta));
-                lane[0][part] = hn::IfThenElse(left, hn::Add(lane[0][part], tail.variance), lane[0][part]);
+                lane[0][part] =
+                    hn::IfThenElse(left, hn::Add(lane[0][part], tail.variance), lane[0][part]);
                 raise(jump[0][part], tail.jump, left);
               });
     add_folds(lane, total);
@@ -1226,8 +1265,8 @@ void plan_tail_sums(const PlanArrays& plan, float threshold, float beta, double&
   out_jump = largest(jump[0], 0.0f);
 }
 
-void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float beta_low, float beta_high,
-                  PlanBase& base) {
+void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float beta_low,
+                  float beta_high, PlanBase& base) {
   const PlanArrays to = plan;
   double total[3] = {};
   VF top[2][kParts];
@@ -1244,8 +1283,7 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
                 const VF key = lanes.load(to.key + i);
                 const VU32 position = hn::LoadU(du32, to.position + i);
                 const MF settled = lanes.only(hn::Le(key, hn::Set(df, settle_below)));
-                const MF in =
-                    hn::And(settled, hn::Gt(x, hn::Mul(hn::Set(df, beta_high), rho)));
+                const MF in = hn::And(settled, hn::Gt(x, hn::Mul(hn::Set(df, beta_high), rho)));
                 const MF low = hn::And(settled, hn::Le(x, hn::Mul(hn::Set(df, beta_low), rho)));
                 const MF out = hn::AndNot(in, low);
                 const MF dropped = hn::Or(hn::Or(in, out), hn::Gt(key, hn::Set(df, drop_above)));
@@ -1254,7 +1292,8 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
                 const VF largest_odds = hn::IfThenElse(hn::Gt(rho, one), rho, one);
                 lane[0][part] = hn::IfThenElse(in, hn::Add(lane[0][part], x), lane[0][part]);
                 lane[1][part] = hn::IfThenElse(in, hn::Add(lane[1][part], rho), lane[1][part]);
-                lane[2][part] = hn::IfThenElse(out, hn::Add(lane[2][part], hn::Mul(x, t)), lane[2][part]);
+                lane[2][part] =
+                    hn::IfThenElse(out, hn::Add(lane[2][part], hn::Mul(x, t)), lane[2][part]);
                 raise(top[0][part], largest_odds, in);
                 raise(top[1][part], hn::Mul(t, largest_odds), out);
                 // kept <= i, so whole vectors may be written over what has been read.
@@ -1316,10 +1355,12 @@ const Kernels& vector_kernels() {
 std::vector<const Kernels*> all_vector_kernels() {
   std::vector<const Kernels*> result;
   // Lower bits are better targets.
-  for (std::int64_t targets = hwy::SupportedTargets() & HWY_TARGETS; targets != 0; targets &= targets - 1) {
+  for (std::int64_t targets = hwy::SupportedTargets() & HWY_TARGETS; targets != 0;
+       targets &= targets - 1) {
     hwy::ChosenTarget chosen;
     chosen.Update(targets & -targets);
-    const std::size_t at = std::size(HWY_DISPATCH_TABLE(target_kernels)) > 1 ? chosen.GetIndex() : 0;
+    const std::size_t at =
+        std::size(HWY_DISPATCH_TABLE(target_kernels)) > 1 ? chosen.GetIndex() : 0;
     const Kernels* kernels = HWY_DISPATCH_TABLE(target_kernels)[at]();
     if (kernels != &scalar_kernels()) result.push_back(kernels);
   }
