@@ -1,8 +1,8 @@
-// The seam between the manager and what computes. Coarse on purpose: one call is a whole decode step of a batch, so
-// that a backend on a device needs no round trip between its stages.
+// The seam between the manager and what computes. Coarse on purpose: one call is a whole decode
+// step of a batch, so that a backend on a device needs no round trip between its stages.
 //
-// The manager has checked everything that does not depend on a backend's state (shapes, ranges, known
-// sequences and layers) before it calls. A call that throws leaves the sequence as it was.
+// The manager has checked everything that does not depend on a backend's state (shapes, ranges,
+// known sequences and layers) before it calls. A call that throws leaves the sequence as it was.
 #ifndef VERKV_SRC_BACKEND_HPP
 #define VERKV_SRC_BACKEND_HPP
 
@@ -35,11 +35,14 @@ class Backend {
   virtual void compress(SequenceId sequence, std::span<const ImportanceView> importance) = 0;
   virtual void redraw(SequenceId sequence, std::uint64_t draw) = 0;
 
-  // Both report spans have their full size. Padding rows are written too (output 0, LSE -infinity, empty reports).
+  // Both report spans have their full size. Padding rows are written too (output 0, LSE -infinity,
+  // empty reports).
   virtual void attend(std::int64_t layer, const AttendBatch& batch,
-                      std::span<QueryHeadReport> query_reports, std::span<KvHeadReport> kv_reports) = 0;
+                      std::span<QueryHeadReport> query_reports,
+                      std::span<KvHeadReport> kv_reports) = 0;
 
-  // workspace_bytes stays 0 here; reserved_bytes is what the sequence's buffers hold beyond what they use.
+  // workspace_bytes stays 0 here; reserved_bytes is what the sequence's buffers hold beyond what
+  // they use.
   virtual MemoryReport memory(SequenceId sequence) const = 0;
   virtual std::int64_t workspace_bytes() const = 0;
 };

@@ -15,11 +15,14 @@
 namespace verkv {
 namespace {
 
-constexpr std::int64_t kMaxTokens = (std::int64_t{1} << 32) - 1;  // a position is 32 bits of a Philox counter
-constexpr std::int64_t kMaxDim = 512;     // integer scores stay exact in binary32
+constexpr std::int64_t kMaxTokens =
+    (std::int64_t{1} << 32) - 1;            // a position is 32 bits of a Philox counter
+constexpr std::int64_t kMaxDim = 512;       // integer scores stay exact in binary32
 constexpr std::int64_t kMaxLayers = 65536;  // 16 bits of the counter each
 constexpr std::int64_t kMaxHeads = 65536;
-constexpr std::int64_t kWindowMetadataBytes = 12;  // position and score of a token of the local window
+constexpr int kMaxThreads = 1024;
+constexpr std::int64_t kWindowMetadataBytes =
+    12;  // position and score of a token of the local window
 
 bool in_open_unit(double x) { return x > 0 && x < 1; }
 
@@ -32,7 +35,8 @@ void check_rows(const char* what, const TensorView& view, std::int64_t heads, st
   if (view.tokens < 0) invalid("{}: {} tokens; the number cannot be negative", what, view.tokens);
   if (view.heads != heads) invalid("{}: {} heads given, the layer has {}", what, view.heads, heads);
   if (view.dim != dim) invalid("{}: head size {} given, the layer has {}", what, view.dim, dim);
-  if (view.tokens > 0 && view.data == nullptr) invalid("{}: null data for {} tokens", what, view.tokens);
+  if (view.tokens > 0 && view.data == nullptr)
+    invalid("{}: null data for {} tokens", what, view.tokens);
 }
 
 // First element of a view that is not finite: (token, head, coordinate), token -1 if there is none.
@@ -57,9 +61,12 @@ Place first_not_finite(const TensorView& view) {
 
 Place first_not_finite(const TensorView& view) {
   switch (view.type) {
-    case DType::f32: return first_not_finite<float>(view);
-    case DType::f16: return first_not_finite<Half>(view);
-    case DType::bf16: return first_not_finite<BFloat16>(view);
+    case DType::f32:
+      return first_not_finite<float>(view);
+    case DType::f16:
+      return first_not_finite<Half>(view);
+    case DType::bf16:
+      return first_not_finite<BFloat16>(view);
   }
   return {};
 }
@@ -80,11 +87,11 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
     if (!layer.cached) continue;
     if (layer.kv_heads < 1 || layer.kv_heads > kMaxHeads || layer.first_global_kv_head < 0 ||
         layer.first_global_kv_head > kMaxHeads - layer.kv_heads) {
-      add("layer {}: {} KV heads from global head {}; 1 to {} in all are supported", i, layer.kv_heads,
-          layer.first_global_kv_head, kMaxHeads);
+      add("layer {}: {} KV heads from global head {}; 1 to {} in all are supported", i,
+          layer.kv_heads, layer.first_global_kv_head, kMaxHeads);
     } else if (layer.query_heads < 1 || layer.query_heads % layer.kv_heads != 0) {
-      add("layer {}: {} query heads are not a positive multiple of {} KV heads", i, layer.query_heads,
-          layer.kv_heads);
+      add("layer {}: {} query heads are not a positive multiple of {} KV heads", i,
+          layer.query_heads, layer.kv_heads);
     } else if (layer.query_heads > kMaxHeads) {
       add("layer {}: {} query heads; at most {} are supported", i, layer.query_heads, kMaxHeads);
     }
@@ -101,17 +108,21 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
       add("layer {}: soft cap {}; a positive number, or 0 for none", i, layer.soft_cap);
     }
     if (layer.window != 0) {
-      add("layer {}: sliding window of {} tokens; only layers without a window are supported (set cached "
+      add("layer {}: sliding window of {} tokens; only layers without a window are supported (set "
+          "cached "
           "to false to leave the layer to the engine)",
           i, layer.window);
     }
     if (layer.global_layer >= kMaxLayers || layer.global_layer < -1) {
-      add("layer {}: global layer {}; -1 to {} are supported", i, layer.global_layer, kMaxLayers - 1);
+      add("layer {}: global layer {}; -1 to {} are supported", i, layer.global_layer,
+          kMaxLayers - 1);
     }
   }
   if (!(config.keep > 0 && config.keep <= 1)) add("keep {}; must lie in (0, 1]", config.keep);
-  if (!(config.inclusion_floor >= 0 && config.inclusion_floor <= config.keep && config.inclusion_floor < 1)) {
-    add("inclusion floor {}; must lie in [0, keep = {}] and below 1", config.inclusion_floor, config.keep);
+  if (!(config.inclusion_floor >= 0 && config.inclusion_floor <= config.keep &&
+        config.inclusion_floor < 1)) {
+    add("inclusion floor {}; must lie in [0, keep = {}] and below 1", config.inclusion_floor,
+        config.keep);
   }
   if (config.sink_tokens < 0) add("{} sink tokens; cannot be negative", config.sink_tokens);
   if (config.local_tokens < 0) add("{} local tokens; cannot be negative", config.local_tokens);
@@ -129,12 +140,19 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   }
   if (!in_open_unit(fetch.delta)) add("delta {}; must lie in (0, 1)", fetch.delta);
   if (!(fetch.risk > 0)) add("risk {}; must be above 0, or off (infinite)", fetch.risk);
-  if (!(fetch.probability > 0)) add("probability {}; must be above 0, or off (infinite)", fetch.probability);
+  if (!(fetch.probability > 0))
+    add("probability {}; must be above 0, or off (infinite)", fetch.probability);
   if (!(fetch.cap >= 1)) add("cap {}; must be at least 1, or off (infinite)", fetch.cap);
   if (fetch.shortlist < 0) add("shortlist of {} tokens; cannot be negative", fetch.shortlist);
-  if (fetch.limit_tokens < 0) add("fetch limit of {} tokens; cannot be negative", fetch.limit_tokens);
-  if (config.fast_bytes_limit < 0) add("fast tier limit of {} bytes; cannot be negative", config.fast_bytes_limit);
-  if (config.host_bytes_limit < 0) add("host tier limit of {} bytes; cannot be negative", config.host_bytes_limit);
+  if (fetch.limit_tokens < 0)
+    add("fetch limit of {} tokens; cannot be negative", fetch.limit_tokens);
+  if (config.threads < 0 || config.threads > kMaxThreads) {
+    add("{} threads; 0 (one per hardware thread) to {} are supported", config.threads, kMaxThreads);
+  }
+  if (config.fast_bytes_limit < 0)
+    add("fast tier limit of {} bytes; cannot be negative", config.fast_bytes_limit);
+  if (config.host_bytes_limit < 0)
+    add("host tier limit of {} bytes; cannot be negative", config.host_bytes_limit);
   return reasons;
 }
 
@@ -145,17 +163,20 @@ void check_config(const CacheConfig& config) {
 
 double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType storage,
                            const SketchConfig& sketch) {
-  if (!(fast_share > 0 && fast_share <= 1)) invalid("fast share {}; must lie in (0, 1]", fast_share);
+  if (!(fast_share > 0 && fast_share <= 1))
+    invalid("fast share {}; must lie in (0, 1]", fast_share);
   if (layer.key_dim < 1 || layer.value_dim < 1) {
     invalid("head sizes {} and {}; both must be positive", layer.key_dim, layer.value_dim);
   }
   const SketchShape shape{sketch.kind, sketch.bits, static_cast<int>(layer.key_dim)};
-  const double full = static_cast<double>(layer.key_dim + layer.value_dim) * static_cast<double>(size_bytes(storage));
+  const double full = static_cast<double>(layer.key_dim + layer.value_dim) *
+                      static_cast<double>(size_bytes(storage));
   // Per token: sketch and odds. Per resident: its row and its 4-byte position.
   const double fixed = static_cast<double>(shape.token_bytes()) + 2;
   const double keep = (fast_share * full - fixed) / (full + 4);
   if (!(keep > 0)) {
-    invalid("a fast share of {} cannot hold the sketch; it needs more than {:.4f}", fast_share, fixed / full);
+    invalid("a fast share of {} cannot hold the sketch; it needs more than {:.4f}", fast_share,
+            fixed / full);
   }
   return std::min(1.0, keep);
 }
@@ -285,13 +306,15 @@ void KvCacheManager::append(SequenceId sequence, std::int64_t layer_index, const
   const CacheConfig& config = impl_->config;
   if (config.host_bytes_limit > 0 || config.fast_bytes_limit > 0) {
     const std::int64_t rows = keys.tokens * layer.kv_heads;
-    const std::int64_t added =
-        rows * (layer.key_dim + layer.value_dim) * static_cast<std::int64_t>(size_bytes(config.storage));
+    const std::int64_t added = rows * (layer.key_dim + layer.value_dim) *
+                               static_cast<std::int64_t>(size_bytes(config.storage));
     const MemoryReport now = impl_->total();
-    const auto check = [](const char* tier, std::int64_t used, std::int64_t wanted, std::int64_t limit) {
+    const auto check = [](const char* tier, std::int64_t used, std::int64_t wanted,
+                          std::int64_t limit) {
       if (limit > 0 && used + wanted > limit) {
-        throw CapacityError(fmt::format("{} tier: {} bytes in use and {} more wanted, the limit is {}",
-                                        tier, used, wanted, limit));
+        throw CapacityError(
+            fmt::format("{} tier: {} bytes in use and {} more wanted, the limit is {}", tier, used,
+                        wanted, limit));
       }
     };
     check("host", now.host_bytes, added, config.host_bytes_limit);
@@ -304,7 +327,8 @@ void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceVie
   impl_->find(sequence);
   const CacheConfig& config = impl_->config;
   if (importance.size() != config.layers.size()) {
-    invalid("importance of {} layers given, the configuration has {}", importance.size(), config.layers.size());
+    invalid("importance of {} layers given, the configuration has {}", importance.size(),
+            config.layers.size());
   }
   for (std::size_t i = 0; i < config.layers.size(); ++i) {
     const LayerConfig& layer = config.layers[i];
@@ -314,18 +338,22 @@ void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceVie
                               impl_->backend->compressed_tokens(sequence, index);
     const ImportanceView& view = importance[i];
     if (view.heads != layer.kv_heads || view.tokens != open) {
-      invalid("layer {}: importance of {} heads and {} tokens given; {} heads and {} tokens that are not yet "
-              "compressed are expected",
-              i, view.heads, view.tokens, layer.kv_heads, open);
+      invalid(
+          "layer {}: importance of {} heads and {} tokens given; {} heads and {} tokens that are "
+          "not yet "
+          "compressed are expected",
+          i, view.heads, view.tokens, layer.kv_heads, open);
     }
     if (open == 0) continue;
     if (view.data == nullptr) invalid("layer {}: null importance for {} tokens", i, open);
     for (std::int64_t h = 0; h < view.heads; ++h) {
-      const std::span<const float> scores(view.data + h * view.head_stride, static_cast<std::size_t>(open));
+      const std::span<const float> scores(view.data + h * view.head_stride,
+                                          static_cast<std::size_t>(open));
       const std::int64_t bad = first_invalid_importance(scores);
       if (bad >= 0) {
-        invalid("layer {}, head {}, token {}: importance {}; scores must be finite and not negative", i, h, bad,
-                scores[static_cast<std::size_t>(bad)]);
+        invalid(
+            "layer {}, head {}, token {}: importance {}; scores must be finite and not negative", i,
+            h, bad, scores[static_cast<std::size_t>(bad)]);
       }
     }
   }
@@ -348,34 +376,41 @@ void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) 
   const std::size_t query_count = static_cast<std::size_t>(rows * layer.query_heads);
   const std::size_t kv_count = static_cast<std::size_t>(rows * layer.kv_heads);
   if (!batch.query_reports.empty() && batch.query_reports.size() != query_count) {
-    invalid("{} query head reports for {} rows of {} heads", batch.query_reports.size(), rows, layer.query_heads);
+    invalid("{} query head reports for {} rows of {} heads", batch.query_reports.size(), rows,
+            layer.query_heads);
   }
   if (!batch.kv_reports.empty() && batch.kv_reports.size() != kv_count) {
-    invalid("{} KV head reports for {} rows of {} heads", batch.kv_reports.size(), rows, layer.kv_heads);
+    invalid("{} KV head reports for {} rows of {} heads", batch.kv_reports.size(), rows,
+            layer.kv_heads);
   }
   ++impl_->batch_count;
   for (std::int64_t row = 0; row < rows; ++row) {
     const SequenceId id = batch.sequences[static_cast<std::size_t>(row)];
     if (id == kNoSequence) continue;
     Impl::Sequence& sequence = impl_->find(id);
-    if (sequence.last_batch == impl_->batch_count) invalid("sequence {} appears twice in one batch", id.value);
+    if (sequence.last_batch == impl_->batch_count)
+      invalid("sequence {} appears twice in one batch", id.value);
     sequence.last_batch = impl_->batch_count;
     TensorView one = batch.queries;
     one.data = batch.queries.row(row, 0);
     one.tokens = 1;
     const Place place = first_not_finite(one);
     if (place.token >= 0) {
-      invalid("query of row {}, head {}, coordinate {} is not finite", row, place.head, place.coordinate);
+      invalid("query of row {}, head {}, coordinate {} is not finite", row, place.head,
+              place.coordinate);
     }
   }
 
-  // Padding rows may make the batch larger than the number of sequences; only then is there something to grow.
+  // Padding rows may make the batch larger than the number of sequences; only then is there
+  // something to grow.
   if (batch.query_reports.empty() && impl_->query_reports.size() < query_count) {
     impl_->query_reports.resize(query_count);
   }
-  if (batch.kv_reports.empty() && impl_->kv_reports.size() < kv_count) impl_->kv_reports.resize(kv_count);
+  if (batch.kv_reports.empty() && impl_->kv_reports.size() < kv_count)
+    impl_->kv_reports.resize(kv_count);
   const std::span<QueryHeadReport> query_reports =
-      batch.query_reports.empty() ? std::span(impl_->query_reports).first(query_count) : batch.query_reports;
+      batch.query_reports.empty() ? std::span(impl_->query_reports).first(query_count)
+                                  : batch.query_reports;
   const std::span<KvHeadReport> kv_reports =
       batch.kv_reports.empty() ? std::span(impl_->kv_reports).first(kv_count) : batch.kv_reports;
   impl_->backend->attend(layer_index, batch, query_reports, kv_reports);
@@ -387,7 +422,8 @@ void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) 
     ++statistics.steps;
     const std::int64_t held = impl_->backend->tokens(id, layer_index);
     for (std::int64_t h = 0; h < layer.query_heads; ++h) {
-      const QueryHeadReport& report = query_reports[static_cast<std::size_t>(row * layer.query_heads + h)];
+      const QueryHeadReport& report =
+          query_reports[static_cast<std::size_t>(row * layer.query_heads + h)];
       ++statistics.decisions;
       statistics.certified += report.certified;
       statistics.fetching += report.planned_tokens > 0;

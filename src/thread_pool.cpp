@@ -46,7 +46,8 @@ void ThreadPool::work(int worker) {
   for (;;) {
     std::int64_t index = 0;
     {
-      // A task is a whole (row, KV head), tens of microseconds at least: a lock a task is cheap enough.
+      // A task is a whole (row, KV head), tens of microseconds at least: a lock a task is cheap
+      // enough.
       const std::lock_guard lock(mutex_);
       if (next_ >= count_) return;
       index = next_++;

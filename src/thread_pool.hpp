@@ -20,13 +20,16 @@ class ThreadPool {
 
   int size() const { return static_cast<int>(threads_.size()) + 1; }
 
-  // Runs task(worker, index) for index in [0, count), worker in [0, size()), and waits for all. Allocates nothing.
-  // The task must not throw. One call at a time.
+  // Runs task(worker, index) for index in [0, count), worker in [0, size()), and waits for all.
+  // Allocates nothing. The task must not throw. One call at a time.
   template <class Task>
   void run(std::int64_t count, const Task& task) {
-    run_erased(count, [](const void* context, int worker, std::int64_t index) {
-      (*static_cast<const Task*>(context))(worker, index);
-    }, &task);
+    run_erased(
+        count,
+        [](const void* context, int worker, std::int64_t index) {
+          (*static_cast<const Task*>(context))(worker, index);
+        },
+        &task);
   }
 
  private:

@@ -62,7 +62,8 @@ void* operator new(std::size_t size, std::align_val_t alignment) {
 void* operator new[](std::size_t size, std::align_val_t alignment) {
   return allocate(size, std::max(alignof(std::max_align_t), static_cast<std::size_t>(alignment)));
 }
-// The sorting of the standard library asks this way; a sanitizer would otherwise answer with its own.
+// The sorting of the standard library asks this way; a sanitizer would otherwise answer with its
+// own.
 void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
   try {
     return operator new(size);
@@ -748,7 +749,7 @@ TEST_CASE("Steps of random configurations agree with the reference") {
   Random random(20240601);
   Tally tally;
   std::int64_t with_fetch = 0;
-  for (int trial = 0; trial < 400; ++trial) {
+  for (int trial = 0; trial < 300; ++trial) {
     const Drawn setting = random_setting(random);
     const CacheConfig& config = setting.config;
     REQUIRE(verkv::unsupported_reasons(config).empty());
@@ -799,8 +800,8 @@ TEST_CASE("Steps of random configurations agree with the reference") {
   report(tally);
   INFO(tally.heads << " query heads, " << tally.boundary << " plans off by one, " << with_fetch
                    << " fetches");
-  CHECK(tally.heads > 3000);
-  CHECK(with_fetch > 200);
+  CHECK(tally.heads > 2500);
+  CHECK(with_fetch > 150);
   // Certificates meet epsilon to within 1e-5, relative, by chance in far fewer plans than this.
   CHECK(tally.boundary * 50 < tally.heads);
 }
@@ -1113,7 +1114,7 @@ struct Story {
 };
 
 constexpr std::int64_t kPrefill = 200;
-constexpr std::int64_t kDecode = 40;
+constexpr std::int64_t kDecode = 34;
 
 Story make_story(const CacheConfig& config, std::uint64_t seed) {
   Random random(seed);
@@ -1180,15 +1181,17 @@ TEST_CASE("Threads and vector code change no bit") {
   for (const CacheConfig& base : story_configs()) {
     const Story story = make_story(base, 11);
     const Result expected = tell(base, story);
-    for (const int threads : {1, 2, 3}) {
-      for (const bool vector_code : {true, false}) {
-        CacheConfig config = base;
-        config.threads = threads;
-        config.vector_code = vector_code;
-        INFO("threads " << threads << ", vector code " << vector_code << ", sketch "
-                        << static_cast<int>(base.sketch.kind) << "/" << base.sketch.bits);
-        CHECK(same(tell(config, story), expected));
-      }
+    struct Case {
+      int threads;
+      bool vector_code;
+    };
+    for (const Case& c : {Case{2, true}, Case{3, true}, Case{1, false}}) {
+      CacheConfig config = base;
+      config.threads = c.threads;
+      config.vector_code = c.vector_code;
+      INFO("threads " << c.threads << ", vector code " << c.vector_code << ", sketch "
+                      << static_cast<int>(base.sketch.kind) << "/" << base.sketch.bits);
+      CHECK(same(tell(config, story), expected));
     }
   }
 }
@@ -2127,33 +2130,30 @@ TEST_CASE("What the certificate's plan fetches does certify") {
   // Many tokens of little weight each: the certificate passes epsilon in tiny steps, and the sums
   // of the plan and of the verification round differently.
   for (const FetchOrder order : {FetchOrder::key, FetchOrder::exact}) {
-    for (const bool vector_code : {true, false}) {
-      Random random(28);
-      CacheConfig config = small_config();
-      config.layers = {layer_of(1, 4, 64, 64)};
-      config.vector_code = vector_code;
-      config.fetch.order = order;
-      const std::int64_t n = order == FetchOrder::key ? 8000 : 2000;
-      Filled filled{};
-      std::int64_t decisions = 0;
-      for (const double epsilon : {0.01, 0.02, 0.05}) {
-        config.fetch.epsilon = epsilon;
-        filled =
-            fill(config, {random_block(random, n, 1, 64, 0.5)}, {random_block(random, n, 1, 64, 1)},
-                 {random_scores(random, 1, n, ScoreKind::random)});
-        for (int step = 0; step < (order == FetchOrder::key ? 20 : 4); ++step) {
-          const Result result =
-              attend(*filled.cache, 0, {filled.sequence}, random_block(random, 1, 4, 64, 1));
-          for (const QueryHeadReport& query : result.query) {
-            INFO("epsilon " << epsilon << ", reached " << query.epsilon / epsilon - 1
-                            << " above, step " << step);
-            CHECK(query.certified);
-            ++decisions;
-          }
+    Random random(28);
+    CacheConfig config = small_config();
+    config.layers = {layer_of(1, 4, 64, 64)};
+    config.fetch.order = order;
+    const std::int64_t n = order == FetchOrder::key ? 8000 : 2000;
+    Filled filled{};
+    std::int64_t decisions = 0;
+    for (const double epsilon : {0.01, 0.02, 0.05}) {
+      config.fetch.epsilon = epsilon;
+      filled =
+          fill(config, {random_block(random, n, 1, 64, 0.5)}, {random_block(random, n, 1, 64, 1)},
+               {random_scores(random, 1, n, ScoreKind::random)});
+      for (int step = 0; step < (order == FetchOrder::key ? 20 : 4); ++step) {
+        const Result result =
+            attend(*filled.cache, 0, {filled.sequence}, random_block(random, 1, 4, 64, 1));
+        for (const QueryHeadReport& query : result.query) {
+          INFO("epsilon " << epsilon << ", reached " << query.epsilon / epsilon - 1
+                          << " above, step " << step);
+          CHECK(query.certified);
+          ++decisions;
         }
       }
-      CHECK(decisions > 0);
     }
+    CHECK(decisions > 0);
   }
 }
 

@@ -19,10 +19,10 @@ VERKV_HD T soft_capped(T logit, T cap) {
   return cap > T(0) ? cap * std::tanh(logit / cap) : logit;
 }
 
-// exp(x) in binary32 by one fixed sequence of operations (all fused), so that scalar code, vectors and
-// kernels agree bit for bit. Relative error below 2e-7 on [-87, 60]; below -87 it is 0, above 60 it is
-// exp(60): weights are relative to a common shift, and only a resident whose sketch was wildly wrong
-// gets there. NaN stays NaN.
+// exp(x) in binary32 by one fixed sequence of operations (all fused), so that scalar code, vectors
+// and kernels agree bit for bit. Relative error below 2e-7 on [-87, 60]; below -87 it is 0, above
+// 60 it is exp(60): weights are relative to a common shift, and only a resident whose sketch was
+// wildly wrong gets there. NaN stays NaN.
 VERKV_HD inline float weight_exp(float x) {
   if (!(x == x)) return x;
   if (x < -87.0f) return 0.0f;
@@ -44,14 +44,15 @@ VERKV_HD inline float weight_exp(float x) {
   return y * power;
 }
 
-// Attention over a part of the tokens: the normalised output and the natural logarithm of the part's
-// denominator. The empty part is (0, -infinity).
+// Attention over a part of the tokens: the normalised output and the natural logarithm of the
+// part's denominator. The empty part is (0, -infinity).
 //
-// Merge of two parts: lse = log(e^lse_a + e^lse_b), output = e^(lse_a - lse) a + e^(lse_b - lse) b. It is
-// commutative and, up to rounding, associative; the empty part is neutral.
-// Accumulates part b into part a, in place; outputs of the same length.
+// Merge of two parts: lse = log(e^lse_a + e^lse_b), output = e^(lse_a - lse) a + e^(lse_b - lse) b.
+// It is commutative and, up to rounding, associative; the empty part is neutral. Accumulates part b
+// into part a, in place; outputs of the same length.
 template <class T>
-VERKV_HD void merge_attention(std::span<T> output_a, T& lse_a, std::span<const T> output_b, T lse_b) {
+VERKV_HD void merge_attention(std::span<T> output_a, T& lse_a, std::span<const T> output_b,
+                              T lse_b) {
   constexpr T minus_infinity = -std::numeric_limits<T>::infinity();
   if (lse_b == minus_infinity) return;
   if (lse_a == minus_infinity) {

@@ -1,11 +1,13 @@
-// The Bernstein certificate (Lemma 1, Eq. 7) of the shrinkage estimator, in terms of weights and odds:
+// The Bernstein certificate (Lemma 1, Eq. 7) of the shrinkage estimator, in terms of weights and
+// odds:
 //
 //   V = sum rho_i min(beta, t_i)^2                                                            (3)
 //   b = max over i of  min(t_i, beta) max(rho_i, 1)                                           (4)
-//   eps(L) = (beta + b l/3 + sqrt((b l/3)^2 + 2 V l)) / D,   l = log(2 / delta)                  (Eq. 7)
+//   eps(L) = (beta + b l/3 + sqrt((b l/3)^2 + 2 V l)) / D,   l = log(2 / delta) (Eq. 7)
 //
-// (4) is the paper's max lambda_i w_i / r_i max(r_i, 1 - r_i) rewritten with r = rho / (1 + rho). Removing
-// tokens from L never raises eps(L). Scaling all weights and D by one number changes nothing.
+// (4) is the paper's max lambda_i w_i / r_i max(r_i, 1 - r_i) rewritten with r = rho / (1 + rho).
+// Removing tokens from L never raises eps(L). Scaling all weights and D by one number changes
+// nothing.
 #ifndef VERKV_CERTIFICATE_HPP
 #define VERKV_CERTIFICATE_HPP
 

@@ -1,6 +1,6 @@
-// Which tokens to fetch: the order (Eq. 9 or one key), the smallest prefix that certifies (Eq. 10), and
-// the risk rule. Nothing here may look at which tokens happen to be resident: Theorem 2 needs the plan to be
-// independent of the draw given the query.
+// Which tokens to fetch: the order (Eq. 9 or one key), the smallest prefix that certifies (Eq. 10),
+// and the risk rule. Nothing here may look at which tokens happen to be resident: Theorem 2 needs
+// the plan to be independent of the draw given the query.
 #ifndef VERKV_FETCH_PLAN_HPP
 #define VERKV_FETCH_PLAN_HPP
 
@@ -20,20 +20,20 @@ namespace verkv {
 
 // The one-key order: what token i adds to the mean square error of D_hat,
 //
-//   key_i = w_i t_i                     where t_i <= beta (lambda = 1: its Horvitz-Thompson variance) (5)
-//   key_i = beta (2 w_i - beta rho_i)   where t_i >  beta (lambda < 1)
+//   key_i = w_i t_i                     where t_i <= beta (lambda = 1: its Horvitz-Thompson
+//   variance) (5) key_i = beta (2 w_i - beta rho_i)   where t_i >  beta (lambda < 1)
 //
-// The second line is the integral of d MSE / d w_i = 2 min(t_i, beta) from 0 to w_i at fixed beta: (5)
-// alone is infinite for a token that is never drawn (rho = 0) however little it weighs. beta = infinity gives
-// (5) for every token with rho > 0.
+// The second line is the integral of d MSE / d w_i = 2 min(t_i, beta) from 0 to w_i at fixed beta:
+// (5) alone is infinite for a token that is never drawn (rho = 0) however little it weighs. beta =
+// infinity gives (5) for every token with rho > 0.
 template <class T>
 VERKV_HD constexpr T fetch_key(T w, T rho, T beta) {
   if (w <= beta * rho) return w > T(0) ? w * (w / rho) : T(0);
   return beta * (T(2) * w - beta * rho);
 }
 
-// Smallest k in [0, n] with certificate_at(k) <= epsilon, for a certificate_at that never rises with k and is 0 at n.
-// Bisection; at most 2 + log2(n) evaluations.
+// Smallest k in [0, n] with certificate_at(k) <= epsilon, for a certificate_at that never rises
+// with k and is 0 at n. Bisection; at most 2 + log2(n) evaluations.
 template <class Evaluate>
 std::size_t smallest_certified_prefix(std::size_t n, double epsilon, Evaluate&& certificate_at) {
   if (certificate_at(std::size_t{0}) <= epsilon) return 0;
@@ -61,9 +61,10 @@ void order_by_descending(std::span<const T> value, std::span<std::uint32_t> out_
 // Scratch of the exact order: doubles and indices per token of L.
 inline constexpr std::size_t kGainScratchDoubles = 10;
 
-// The gain of Eq. 9 for every token, g_i = eps(L) - eps(L without i), each with its own beta, V and b.
-// O(n log n) by prefix sums over the tokens sorted by t. L here is the whole of `w` and `rho` (all rho
-// finite). A token whose weight is NaN has an infinite gain. scratch: kGainScratchDoubles * (n + 1) doubles; scratch_order: n indices. No allocation.
+// The gain of Eq. 9 for every token, g_i = eps(L) - eps(L without i), each with its own beta, V and
+// b. O(n log n) by prefix sums over the tokens sorted by t. L here is the whole of `w` and `rho`
+// (all rho finite). A token whose weight is NaN has an infinite gain. scratch: kGainScratchDoubles
+// * (n + 1) doubles; scratch_order: n indices. No allocation.
 inline void exact_gains(std::span<const double> w, std::span<const double> rho, double denominator,
                         double log_term, std::span<double> scratch,
                         std::span<std::uint32_t> scratch_order, std::span<double> out_gain) {
@@ -72,7 +73,8 @@ inline void exact_gains(std::span<const double> w, std::span<const double> rho, 
   const std::size_t stride = n + 1;
   const auto row = [&](std::size_t k) { return scratch.subspan(k * stride, stride); };
   const auto t = row(0), sum_w = row(1), sum_rho = row(2), tail_v = row(3), head_rho1 = row(4),
-             head_rho2 = row(5), tail_jump1 = row(6), tail_jump2 = row(7), sw = row(8), srho = row(9);
+             head_rho2 = row(5), tail_jump1 = row(6), tail_jump2 = row(7), sw = row(8),
+             srho = row(9);
   const auto ratio = [&](std::size_t i) { return w[i] > 0 ? w[i] / rho[i] : 0.0; };
   for (std::size_t i = 0; i < n; ++i) t[i] = ratio(i);
   order_by_descending(std::span<const double>(t.first(n)), scratch_order.first(n));
@@ -83,7 +85,8 @@ inline void exact_gains(std::span<const double> w, std::span<const double> rho, 
   for (std::size_t p = 0; p < n; ++p) t[p] = sw[p] > 0 ? sw[p] / srho[p] : 0.0;
   t[n] = 0;
 
-  // Prefix sums; largest and second largest of max(rho, 1) before p, and of the unclipped jump from p on.
+  // Prefix sums; largest and second largest of max(rho, 1) before p, and of the unclipped jump from
+  // p on.
   sum_w[0] = sum_rho[0] = head_rho1[0] = head_rho2[0] = 0;
   for (std::size_t p = 0; p < n; ++p) {
     sum_w[p + 1] = sum_w[p] + sw[p];
@@ -110,8 +113,9 @@ inline void exact_gains(std::span<const double> w, std::span<const double> rho, 
   }
   const double before = certificate(tail_terms(w, rho, beta), denominator, log_term);
   // The tokens before `corner` are those with t > beta. Only they have a share in beta.
-  // Taking j out of a sum that it dominates leaves rounding errors of that sum. They do no harm: what
-  // they do to eps(L without j) is within 1e-16 sqrt(sum of rho) of eps(L), from which it is subtracted.
+  // Taking j out of a sum that it dominates leaves rounding errors of that sum. They do no harm:
+  // what they do to eps(L without j) is within 1e-16 sqrt(sum of rho) of eps(L), from which it is
+  // subtracted.
   std::size_t corner = 0;
   while (corner < n && t[corner] > beta) ++corner;
 
@@ -151,12 +155,13 @@ inline void exact_gains(std::span<const double> w, std::span<const double> rho, 
   }
 }
 
-// Eq. 10 on a given order: the smallest k such that L without its first k tokens certifies. Weights and
-// odds of L; scratch_w, scratch_rho: n elements each. O(n log n), no allocation.
+// Eq. 10 on a given order: the smallest k such that L without its first k tokens certifies. Weights
+// and odds of L; scratch_w, scratch_rho: n elements each. O(n log n), no allocation.
 template <class T>
 std::size_t certified_prefix(std::span<const T> w, std::span<const T> rho,
-                             std::span<const std::uint32_t> order, double denominator, double log_term,
-                             double epsilon, std::span<T> scratch_w, std::span<T> scratch_rho) {
+                             std::span<const std::uint32_t> order, double denominator,
+                             double log_term, double epsilon, std::span<T> scratch_w,
+                             std::span<T> scratch_rho) {
   const std::size_t n = order.size();
   for (std::size_t p = 0; p < n; ++p) {
     scratch_w[p] = w[order[p]];

@@ -1,5 +1,6 @@
-// Importance scores tau from attention probabilities (docs/math/importance.md). The engine runs whatever
-// pass the recipe asks for; these are the reductions. Only ratios of scores matter to Eq. 3.
+// Importance scores tau from attention probabilities (docs/math/importance.md). The engine runs
+// whatever pass the recipe asks for; these are the reductions. Only ratios of scores matter to
+// Eq. 3.
 #ifndef VERKV_IMPORTANCE_HPP
 #define VERKV_IMPORTANCE_HPP
 
@@ -11,9 +12,10 @@
 
 namespace verkv {
 
-// Running reductions over rows of attention probabilities, one element a token. From KVzip's repeat pass
-// `largest` gives its own score, `mean` and `root_mean_square` the variants that sampling wants; from all prompt queries `sum` is
-// H2O's score. The spans are the caller's, zero at the start.
+// Running reductions over rows of attention probabilities, one element a token. From KVzip's repeat
+// pass `largest` gives its own score, `mean` and `root_mean_square` the variants that sampling
+// wants; from all prompt queries `sum` is H2O's score. The spans are the caller's, zero at the
+// start.
 struct ProbabilityMoments {
   std::span<float> largest;
   std::span<double> sum;
@@ -35,21 +37,24 @@ struct ProbabilityMoments {
     return rows > 0 ? sum[token] / static_cast<double>(rows) : 0.0;
   }
 
-  // r proportional to sqrt(E p^2) minimises the expected Horvitz-Thompson variance (Neyman allocation).
+  // r proportional to sqrt(E p^2) minimises the expected Horvitz-Thompson variance (Neyman
+  // allocation).
   double root_mean_square(std::size_t token) const {
     return rows > 0 ? std::sqrt(sum_of_squares[token] / static_cast<double>(rows)) : 0.0;
   }
 };
 
-// SnapKV: the sum of probabilities over an observation window, smoothed by a running maximum over `width`
-// (odd) neighbouring tokens. out_score must not alias window_sum.
+// SnapKV: the sum of probabilities over an observation window, smoothed by a running maximum over
+// `width` (odd) neighbouring tokens. out_score must not alias window_sum.
 template <class T>
-void snapkv_importance(std::span<const T> window_sum, std::int64_t width, std::span<float> out_score) {
+void snapkv_importance(std::span<const T> window_sum, std::int64_t width,
+                       std::span<float> out_score) {
   const std::int64_t n = static_cast<std::int64_t>(window_sum.size());
   const std::int64_t reach = width / 2;
   for (std::int64_t i = 0; i < n; ++i) {
     T best = window_sum[static_cast<std::size_t>(i)];
-    for (std::int64_t j = std::max<std::int64_t>(0, i - reach); j <= std::min(n - 1, i + reach); ++j) {
+    for (std::int64_t j = std::max<std::int64_t>(0, i - reach); j <= std::min(n - 1, i + reach);
+         ++j) {
       best = std::max(best, window_sum[static_cast<std::size_t>(j)]);
     }
     out_score[static_cast<std::size_t>(i)] = static_cast<float>(best);

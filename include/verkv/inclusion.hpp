@@ -3,8 +3,8 @@
 //   r_i = min(1, c tau_i),  c such that  sum r_i = budget                                  (Eq. 3)
 //
 // Everything downstream works with the odds rho = r / (1 - r): with them the closed forms of
-// shrinkage.hpp and certificate.hpp have no division by 1 - r, "always resident" is rho = infinity and
-// "never drawn" is rho = 0.
+// shrinkage.hpp and certificate.hpp have no division by 1 - r, "always resident" is rho = infinity
+// and "never drawn" is rho = 0.
 #ifndef VERKV_INCLUSION_HPP
 #define VERKV_INCLUSION_HPP
 
@@ -34,8 +34,8 @@ VERKV_HD constexpr T probability_from_odds(T rho) {
 
 // What the backend stores per token and draws with. Rounding the odds *before* the draw keeps the
 // estimator unbiased: the probability used later is exactly the one that was drawn with. Odds above
-// 2^16 become infinite (r = 1): such a token would be drawn in all but one case in 65,536 anyway, and
-// finite odds stay summable in binary32.
+// 2^16 become infinite (r = 1): such a token would be drawn in all but one case in 65,536 anyway,
+// and finite odds stay summable in binary32.
 VERKV_HD constexpr Positive16 stored_odds(double r) {
   const double rho = odds_from_probability(r);
   return rho > 65536.0 ? kPositive16Infinity : to_positive16(static_cast<float>(rho));
@@ -54,8 +54,8 @@ std::int64_t first_invalid_importance(std::span<const T> tau) {
 
 // The solution of Eq. 3 for one pool.
 struct Inclusion {
-  double scale = 0;    // c; infinite when every token with tau > 0 is kept
-  double uniform = -1; // if >= 0, r is this number for every token (all tau equal to 0)
+  double scale = 0;     // c; infinite when every token with tau > 0 is kept
+  double uniform = -1;  // if >= 0, r is this number for every token (all tau equal to 0)
 
   // r of a token with importance tau >= 0. tau = 0 gives 0 even when c is infinite.
   VERKV_HD double probability(double tau) const {
@@ -67,7 +67,8 @@ struct Inclusion {
 };
 
 // Solves Eq. 3 for the pool `tau` (n >= 0 valid scores) and a budget in tokens (any real >= 0).
-// scratch: at least tau.size() elements; holds the sorted scores afterwards. O(n log n), no allocation.
+// scratch: at least tau.size() elements; holds the sorted scores afterwards. O(n log n), no
+// allocation.
 //  - budget >= n keeps every token.
 //  - all tau 0: uniform r = budget / n.
 //  - fewer positive scores than the budget: those are kept, the others have r = 0, the rest of the
@@ -98,8 +99,8 @@ Inclusion solve_inclusion(std::span<const T> tau, double budget_tokens, std::spa
   }
 
   // Walk from the least important up: with h saturated, c = (budget - h) / (sum of the rest). The
-  // smallest h at which the largest unsaturated score does not pass 1 is the solution, and going down
-  // in h keeps the running sum free of cancellation.
+  // smallest h at which the largest unsaturated score does not pass 1 is the solution, and going
+  // down in h keeps the running sum free of cancellation.
   double rest = 0;
   double scale = 0;
   for (std::size_t h = positive; h-- > 0;) {
@@ -114,8 +115,9 @@ Inclusion solve_inclusion(std::span<const T> tau, double budget_tokens, std::spa
   return result;
 }
 
-// As solve_inclusion, with every token kept drawable: r_i = floor + (1 - floor) min(1, c tau_i), still
-// summing to the budget. Needs 0 <= floor < 1 and floor * n <= budget; floor = 0 is Eq. 3 itself.
+// As solve_inclusion, with every token kept drawable: r_i = floor + (1 - floor) min(1, c tau_i),
+// still summing to the budget. Needs 0 <= floor < 1 and floor * n <= budget; floor = 0 is Eq. 3
+// itself.
 struct FlooredInclusion {
   Inclusion above;
   double floor = 0;

@@ -1,5 +1,6 @@
-// Recorded caches: keys, values, queries and importance of a real model's layers in one safetensors file
-// (docs/recorded_cache.md). Read-only; tensors stay as they are in the file and are viewed in place.
+// Recorded caches: keys, values, queries and importance of a real model's layers in one safetensors
+// file (docs/recorded_cache.md). Read-only; tensors stay as they are in the file and are viewed in
+// place.
 #ifndef VERKV_RECORDED_CACHE_HPP
 #define VERKV_RECORDED_CACHE_HPP
 
@@ -18,25 +19,27 @@ namespace verkv {
 
 // One layer of a recording. KV heads and head sizes come from the shapes.
 struct RecordedLayer {
-  std::int64_t index = 0;       // layer of the model
+  std::int64_t index = 0;  // layer of the model
   std::int64_t kv_heads = 0;
   std::int64_t query_heads = 0;
   std::int64_t key_dim = 0;
   std::int64_t value_dim = 0;
-  TensorView key;               // prompt: [token][KV head][dim] (any strides)
+  TensorView key;  // prompt: [token][KV head][dim] (any strides)
   TensorView value;
-  TensorView query;             // decode steps: [step][query head][dim]
-  TensorView new_key;           // [step][KV head][dim]
+  TensorView query;    // decode steps: [step][query head][dim]
+  TensorView new_key;  // [step][KV head][dim]
   TensorView new_value;
-  TensorView prompt_query;      // queries of some prompt positions: [position][query head][dim]; data null where absent
-  std::map<std::string, ImportanceView> importance;  // by name: scores [KV head][token] of the prompt, float
+  TensorView prompt_query;  // queries of some prompt positions: [position][query head][dim]; data
+                            // null where absent
+  std::map<std::string, ImportanceView>
+      importance;  // by name: scores [KV head][token] of the prompt, float
 };
 
 class VERKV_API RecordedCache {
  public:
-  // Reads and checks the whole file. Throws FormatError naming tensor, value and limit: a missing file or tensor, a
-  // truncated file, a header longer than the file, overlapping or overflowing offsets, a wrong type or shape, numbers that are not
-  // finite.
+  // Reads and checks the whole file. Throws FormatError naming tensor, value and limit: a missing
+  // file or tensor, a truncated file, a header longer than the file, overlapping or overflowing
+  // offsets, a wrong type or shape, numbers that are not finite.
   static RecordedCache load(const std::string& path);
 
   RecordedCache(RecordedCache&&) noexcept;
@@ -47,8 +50,8 @@ class VERKV_API RecordedCache {
   // Tokens of the prompt and decode steps recorded; the same in every layer.
   std::int64_t prompt_tokens() const;
   std::int64_t steps() const;
-  double scale() const;      // logit = scale * q.k
-  double soft_cap() const;   // 0: none
+  double scale() const;         // logit = scale * q.k
+  double soft_cap() const;      // 0: none
   std::int64_t window() const;  // 0: none
   const std::map<std::string, std::string>& metadata() const;
 

@@ -15,8 +15,8 @@
 
 namespace verkv {
 
-// Names one stream of draws. `layer` and `kv_head` are the *global* indices of the model (16 bits each),
-// so that a split of heads over ranks draws the same sample.
+// Names one stream of draws. `layer` and `kv_head` are the *global* indices of the model (16 bits
+// each), so that a split of heads over ranks draws the same sample.
 struct DrawKey {
   std::uint64_t seed = 0;
   std::uint64_t sequence = 0;
@@ -26,11 +26,13 @@ struct DrawKey {
 
 // 64 random bits of one (stream, position). Positions below 2^32.
 VERKV_HD constexpr std::uint64_t draw_bits(const DrawKey& key, std::uint64_t position) {
-  const PhiloxCounter out = philox4x32_10(
-      PhiloxCounter{{static_cast<std::uint32_t>(position), (key.layer << 16) | (key.kv_head & 0xffffu),
-                     static_cast<std::uint32_t>(key.sequence),
-                     static_cast<std::uint32_t>(key.sequence >> 32)}},
-      PhiloxKey{{static_cast<std::uint32_t>(key.seed), static_cast<std::uint32_t>(key.seed >> 32)}});
+  const PhiloxCounter out =
+      philox4x32_10(PhiloxCounter{{static_cast<std::uint32_t>(position),
+                                   (key.layer << 16) | (key.kv_head & 0xffffu),
+                                   static_cast<std::uint32_t>(key.sequence),
+                                   static_cast<std::uint32_t>(key.sequence >> 32)}},
+                    PhiloxKey{{static_cast<std::uint32_t>(key.seed),
+                               static_cast<std::uint32_t>(key.seed >> 32)}});
   return (static_cast<std::uint64_t>(out.word[0]) << 32) | out.word[1];
 }
 

@@ -22,10 +22,11 @@ VERKV_HD constexpr T shrinkage_lambda(T w, T rho, T beta) {
   return w <= beta * rho ? T(1) : beta * rho / w;
 }
 
-// What a drawn token's weight is multiplied with: lambda_i / r_i = lambda_i (1 + rho_i) / rho_i, with
-// lambda_i additionally capped by its *exact* weight, lambda_i <= cap * beta * rho_i / w_exact_i. The cap is a
-// function of the token alone (never of the draw) and bounds the contribution of a token whose sketch
-// was too small: coefficient * w_exact <= cap * beta * (1 + rho). cap = infinity switches it off.
+// What a drawn token's weight is multiplied with: lambda_i / r_i = lambda_i (1 + rho_i) / rho_i,
+// with lambda_i additionally capped by its *exact* weight, lambda_i <= cap * beta * rho_i /
+// w_exact_i. The cap is a function of the token alone (never of the draw) and bounds the
+// contribution of a token whose sketch was too small: coefficient * w_exact <= cap * beta * (1 +
+// rho). cap = infinity switches it off.
 template <class T>
 VERKV_HD constexpr T drawn_coefficient(T w_sketched, T w_exact, T rho, T beta, T cap) {
   T lambda = shrinkage_lambda(w_sketched, rho, beta);
@@ -36,10 +37,11 @@ VERKV_HD constexpr T drawn_coefficient(T w_sketched, T w_exact, T rho, T beta, T
   return lambda * (T(1) + rho) / rho;
 }
 
-// beta of (2) over L = {i : rho_i finite}; tokens with rho = infinity (H) and w = 0 are skipped. Newton's
-// (Dinkelbach's) iteration from below: beta <- W_A / (1 + R_A), A <- {i : w_i > beta rho_i}; it rises
-// monotonically and stops after finitely many rounds. A NaN weight makes the result NaN.
-// Sums in double. O(n) a round, no allocation. out_rounds (optional) receives the number of rounds.
+// beta of (2) over L = {i : rho_i finite}; tokens with rho = infinity (H) and w = 0 are skipped.
+// Newton's (Dinkelbach's) iteration from below: beta <- W_A / (1 + R_A), A <- {i : w_i > beta
+// rho_i}; it rises monotonically and stops after finitely many rounds. A NaN weight makes the
+// result NaN. Sums in double. O(n) a round, no allocation. out_rounds (optional) receives the
+// number of rounds.
 template <class W, class R>
 double shrinkage_beta(std::span<const W> w, std::span<const R> rho, int* out_rounds = nullptr) {
   double beta = 0;

@@ -18,9 +18,12 @@ VERKV_HD constexpr std::size_t size_bytes(DType type) { return type == DType::f3
 
 constexpr const char* name(DType type) {
   switch (type) {
-    case DType::f32: return "f32";
-    case DType::f16: return "f16";
-    case DType::bf16: return "bf16";
+    case DType::f32:
+      return "f32";
+    case DType::f16:
+      return "f16";
+    case DType::bf16:
+      return "bf16";
   }
   return "?";
 }
@@ -86,8 +89,8 @@ VERKV_HD constexpr Half to_half(float x) {
 }
 
 // Per-token metadata that is never negative (scales, odds): binary32 without its sign bit, cut to 8
-// bits of exponent and 8 of mantissa. Relative error at most 2^-9; infinity and 0 are exact, so "always
-// resident" (odds infinite) and "never drawn" (odds 0) survive. Rounds to nearest even.
+// bits of exponent and 8 of mantissa. Relative error at most 2^-9; infinity and 0 are exact, so
+// "always resident" (odds infinite) and "never drawn" (odds 0) survive. Rounds to nearest even.
 struct Positive16 {
   std::uint16_t bits = 0;
 };
@@ -132,9 +135,9 @@ enum class FetchOrder : std::uint8_t {
 
 // How logits of all tokens are estimated.
 enum class SketchKind : std::uint8_t {
-  exact,       // from the full keys of the host tier: the oracle of experiments
-  lloyd_max,   // centred, rotated, Lloyd-Max levels of 2, 3 or 4 bits
-  minmax       // plain per-token min-max levels of 2 bits: the naive twin
+  exact,      // from the full keys of the host tier: the oracle of experiments
+  lloyd_max,  // centred, rotated, Lloyd-Max levels of 2, 3 or 4 bits
+  minmax      // plain per-token min-max levels of 2 bits: the naive twin
 };
 
 }  // namespace verkv

@@ -21,8 +21,8 @@ struct TensorView {
 
   // Address of row (token, head).
   const void* row(std::int64_t token, std::int64_t head) const {
-    return static_cast<const char*>(data) +
-           (token * token_stride + head * head_stride) * static_cast<std::int64_t>(size_bytes(type));
+    return static_cast<const char*>(data) + (token * token_stride + head * head_stride) *
+                                                static_cast<std::int64_t>(size_bytes(type));
   }
 };
 

@@ -73,25 +73,29 @@ class Step {
   // Calls f(first head, heads) over parts of the group that a kernel takes at once.
   template <class F>
   void in_parts(F&& f) {
-    for (int first = 0; first < group_; first += kMaxHeads) f(first, std::min(kMaxHeads, group_ - first));
+    for (int first = 0; first < group_; first += kMaxHeads)
+      f(first, std::min(kMaxHeads, group_ - first));
   }
 
   // Calls f(slot) for the residents of H: drawn slots with infinite odds, then the local window.
   template <class F>
   void for_high(F&& f) {
     for (std::int64_t i = 0; i < drawn_; ++i) {
-      if (ws_.slot_odds[static_cast<std::size_t>(i)] == std::numeric_limits<float>::infinity()) f(i);
+      if (ws_.slot_odds[static_cast<std::size_t>(i)] == std::numeric_limits<float>::infinity())
+        f(i);
     }
     for (std::int64_t i = drawn_; i < residents_; ++i) f(i);
   }
 
   // The query times the attention scale, zero-padded.
   void load_query() {
-    const Rows rows{step_.query, step_.query_type, step_.query_stride, static_cast<int>(shape_.config.key_dim)};
+    const Rows rows{step_.query, step_.query_type, step_.query_stride,
+                    static_cast<int>(shape_.config.key_dim)};
     for (int h = 0; h < group_; ++h) {
       float* q = query(h);
       std::fill(q, q + query_stride_, 0.0f);
-      for (std::int64_t j = 0; j < shape_.config.key_dim; ++j) q[j] = shape_.scale * load_element(rows, h, j);
+      for (std::int64_t j = 0; j < shape_.config.key_dim; ++j)
+        q[j] = shape_.scale * load_element(rows, h, j);
     }
   }
 
@@ -103,8 +107,8 @@ class Step {
 
   void resident_logits() {
     in_parts([&](int first, int heads) {
-      kernels_.dot_rows(store_.resident_keys(shape_), nullptr, residents_, query(first), heads, query_stride_,
-                        resident_logit(first), resident_stride_);
+      kernels_.dot_rows(store_.resident_keys(shape_), nullptr, residents_, query(first), heads,
+                        query_stride_, resident_logit(first), resident_stride_);
     });
     const std::span<const std::uint32_t> position = store_.resident_positions();
     for (std::int64_t i = 0; i < drawn_; ++i) {
@@ -113,7 +117,8 @@ class Step {
     }
     for (int h = 0; h < group_; ++h) {
       cap_softly(resident_logit(h), residents_);
-      // The shift may use every logit that does not depend on the draw: those of H here, the sketched ones later.
+      // The shift may use every logit that does not depend on the draw: those of H here, the
+      // sketched ones later.
       float top = kMinusInfinity;
       for_high([&](std::int64_t i) { top = std::max(top, resident_logit(h)[i]); });
       state(h).shift = top;
@@ -124,8 +129,8 @@ class Step {
     if (compressed_ == 0) return;
     if (shape_.sketch.kind == SketchKind::exact) {
       in_parts([&](int first, int heads) {
-        kernels_.dot_rows(store_.host_keys(shape_), nullptr, compressed_, query(first), heads, query_stride_,
-                          weight(first), weight_stride_);
+        kernels_.dot_rows(store_.host_keys(shape_), nullptr, compressed_, query(first), heads,
+                          query_stride_, weight(first), weight_stride_);
       });
       for (int h = 0; h < group_; ++h) {
         cap_softly(weight(h), compressed_);
@@ -137,9 +142,10 @@ class Step {
       std::array<HeadConstants, kMaxHeads> constants;
       std::array<float, kMaxHeads> largest{};
       for (int h = 0; h < heads; ++h) constants[at(h)] = encode_head(first + h);
-      kernels_.sketch_logits(shape_.sketch, shape_.levels, store_.codes(), store_.scales(), store_.offsets(),
-                             store_.odds(), compressed_, ws_.code_query.data() + first * code_stride_, heads,
-                             code_stride_, constants.data(), weight(first), weight_stride_, largest.data());
+      kernels_.sketch_logits(shape_.sketch, shape_.levels, store_.codes(), store_.scales(),
+                             store_.offsets(), store_.odds(), compressed_,
+                             ws_.code_query.data() + first * code_stride_, heads, code_stride_,
+                             constants.data(), weight(first), weight_stride_, largest.data());
       for (int h = 0; h < heads; ++h) {
         if (shape_.config.soft_cap > 0) {
           cap_softly(weight(first + h), compressed_);
@@ -165,7 +171,8 @@ class Step {
     if (shape_.sketch.kind == SketchKind::lloyd_max) {
       const std::span<const float> mean = store_.channel_means();
       double share = 0;
-      for (std::size_t j = 0; j < dim; ++j) share += static_cast<double>(q[j]) * static_cast<double>(mean[j]);
+      for (std::size_t j = 0; j < dim; ++j)
+        share += static_cast<double>(q[j]) * static_cast<double>(mean[j]);
       constants.shift = static_cast<float>(share);
       rotate(q, shape_.signs);
     }
@@ -177,30 +184,34 @@ class Step {
     return constants;
   }
 
-  // Weights relative to the shift, 0 for tokens of H; D as the plan knows it: exact over H, sketched over L.
+  // Weights relative to the shift, 0 for tokens of H; D as the plan knows it: exact over H,
+  // sketched over L.
   void weights() {
     in_parts([&](int first, int heads) {
       std::array<float, kMaxHeads> shift{};
       std::array<double, kMaxHeads> sum{};
       for (int h = 0; h < heads; ++h) shift[at(h)] = state(first + h).shift;
       if (compressed_ > 0) {
-        kernels_.weights(weight(first), weight_stride_, store_.odds(), compressed_, heads, shift.data(), sum.data());
+        kernels_.weights(weight(first), weight_stride_, store_.odds(), compressed_, heads,
+                         shift.data(), sum.data());
       }
       for (int h = 0; h < heads; ++h) state(first + h).denominator = sum[at(h)];
       resident_weights(first, heads, shift.data());
     });
     for (int h = 0; h < group_; ++h) {
       HeadState& s = state(h);
-      for_high([&](std::int64_t i) { s.denominator += static_cast<double>(resident_weight(h)[i]); });
+      for_high(
+          [&](std::int64_t i) { s.denominator += static_cast<double>(resident_weight(h)[i]); });
       s.computable = s.denominator > 0 && s.denominator < std::numeric_limits<double>::infinity();
     }
   }
 
   void resident_weights(int first, int heads, const float* shift) {
-    std::copy(resident_logit(first), resident_logit(first) + heads * resident_stride_, resident_weight(first));
+    std::copy(resident_logit(first), resident_logit(first) + heads * resident_stride_,
+              resident_weight(first));
     std::array<double, kMaxHeads> unused{};
-    kernels_.weights(resident_weight(first), resident_stride_, ws_.no_odds.data(), residents_, heads, shift,
-                     unused.data());
+    kernels_.weights(resident_weight(first), resident_stride_, ws_.no_odds.data(), residents_,
+                     heads, shift, unused.data());
   }
 
   // beta over the tokens of L that still have a weight.
@@ -209,10 +220,11 @@ class Step {
       std::array<float, kMaxHeads> beta{};
       std::array<double, kMaxHeads> weight_sum{};
       std::array<double, kMaxHeads> odds_sum{};
-      // Heads finish after different numbers of rounds; one more round does not change a finished one.
+      // Heads finish after different numbers of rounds; one more round does not change a finished
+      // one.
       for (int round = 0; round < 100; ++round) {
-        kernels_.beta_sums(weight(first), weight_stride_, store_.odds(), compressed_, heads, beta.data(),
-                           weight_sum.data(), odds_sum.data());
+        kernels_.beta_sums(weight(first), weight_stride_, store_.odds(), compressed_, heads,
+                           beta.data(), weight_sum.data(), odds_sum.data());
         bool rose = false;
         for (int h = 0; h < heads; ++h) {
           const float next = static_cast<float>(weight_sum[at(h)] / (1 + odds_sum[at(h)]));
@@ -233,26 +245,28 @@ class Step {
       std::array<double, kMaxHeads> variance{};
       std::array<float, kMaxHeads> jump{};
       for (int h = 0; h < heads; ++h) beta[at(h)] = state(first + h).beta;
-      kernels_.tail_sums(weight(first), weight_stride_, store_.odds(), compressed_, heads, beta.data(),
-                         variance.data(), jump.data());
+      kernels_.tail_sums(weight(first), weight_stride_, store_.odds(), compressed_, heads,
+                         beta.data(), variance.data(), jump.data());
       for (int h = 0; h < heads; ++h) {
         HeadState& s = state(first + h);
-        const TailTerms terms{static_cast<double>(s.beta), variance[at(h)], static_cast<double>(jump[at(h)])};
+        const TailTerms terms{static_cast<double>(s.beta), variance[at(h)],
+                              static_cast<double>(jump[at(h)])};
         s.bound = s.computable ? certificate(terms, s.denominator, log_term_) * kOutward
                                : std::numeric_limits<double>::infinity();
       }
     });
   }
 
-  // Fills ws_.fetched with the union of what the query heads of the group ask for. Nothing in here looks at which tokens are
-  // resident.
+  // Fills ws_.fetched with the union of what the query heads of the group ask for. Nothing in here
+  // looks at which tokens are resident.
   void plan() {
     fetched_count_ = 0;
     for (int h = 0; h < group_; ++h) step_.query_reports[h] = {};
     if (compressed_ == 0 || fetch_.mode == FetchMode::never) return;
     if (fetch_.mode == FetchMode::always) {
       for (std::int64_t i = 0; i < compressed_; ++i) {
-        if (is_low(store_.odds()[i])) ws_.fetched[static_cast<std::size_t>(fetched_count_++)] = static_cast<std::uint32_t>(i);
+        if (is_low(store_.odds()[i]))
+          ws_.fetched[static_cast<std::size_t>(fetched_count_++)] = static_cast<std::uint32_t>(i);
       }
       for (int h = 0; h < group_; ++h) step_.query_reports[h].planned_tokens = fetched_count_;
       if (fetch_.limit_tokens > 0) solve_beta();  // ranks by keys
@@ -277,8 +291,9 @@ class Step {
     apply_limit();
   }
 
-  // The verification sums what the plan leaves in another order. The plan stops early by as much as that may differ, or a
-  // step would fetch for the sake of a certificate and then miss it by a rounding error.
+  // The verification sums what the plan leaves in another order. The plan stops early by as much as
+  // that may differ, or a step would fetch for the sake of a certificate and then miss it by a
+  // rounding error.
   double plan_target() const { return fetch_.epsilon / kOutward; }
 
   FetchThreshold searched_threshold(int h) {
@@ -289,8 +304,8 @@ class Step {
                                   plan_target());
   }
 
-  // Eq. 9 and Eq. 10 in double. The order is not one of keys, so the tokens go into the mark array at once and the
-  // threshold stays off.
+  // Eq. 9 and Eq. 10 in double. The order is not one of keys, so the tokens go into the mark array
+  // at once and the threshold stays off.
   FetchThreshold exact_threshold(int h) {
     std::size_t n = 0;
     for (std::int64_t i = 0; i < compressed_; ++i) {
@@ -311,22 +326,26 @@ class Step {
     } else {
       // The shortlist: the leading tokens of the one-key order, re-ordered by their exact gains.
       const std::span<double> key(ws_.exact_scratch.data(), n);
-      for (std::size_t i = 0; i < n; ++i) key[i] = fetch_key(w[i], rho[i], static_cast<double>(s.beta));
+      for (std::size_t i = 0; i < n; ++i)
+        key[i] = fetch_key(w[i], rho[i], static_cast<double>(s.beta));
       order_by_descending(std::span<const double>(key), order);
       const std::size_t head = std::min(n, static_cast<std::size_t>(fetch_.shortlist));
       std::sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(head),
-                [gain](std::uint32_t a, std::uint32_t b) { return gain[a] != gain[b] ? gain[a] > gain[b] : a < b; });
+                [gain](std::uint32_t a, std::uint32_t b) {
+                  return gain[a] != gain[b] ? gain[a] > gain[b] : a < b;
+                });
     }
-    const std::size_t k = certified_prefix<double>(w, rho, order, s.denominator, log_term_, plan_target() / kOutward,
-                                                   std::span(ws_.exact_scratch).subspan(0, n),
-                                                   std::span(ws_.exact_scratch).subspan(n, n));
+    const std::size_t k = certified_prefix<double>(
+        w, rho, order, s.denominator, log_term_, plan_target() / kOutward,
+        std::span(ws_.exact_scratch).subspan(0, n), std::span(ws_.exact_scratch).subspan(n, n));
     // What the other rules ask for joins here: a token that two rules want is planned once.
     const float price = price_of(h);
     const float floor = weight_floor(h);
     for (std::size_t p = 0; p < n; ++p) {
       const std::uint32_t i = ws_.exact_index[order[p]];
       const float x = weight(h)[i];
-      const bool wanted = p < k || x > floor || fetch_key(x, to_float(store_.odds()[i]), s.beta) > price;
+      const bool wanted =
+          p < k || x > floor || fetch_key(x, to_float(store_.odds()[i]), s.beta) > price;
       if (!wanted) continue;
       ws_.mark[i] = 1;
       ++step_.query_reports[h].planned_tokens;
@@ -339,7 +358,8 @@ class Step {
   // Keys above it are worth their transfer under the risk rule; infinite where the rule is off.
   float price_of(int h) {
     const double d = state(h).denominator;
-    return static_cast<float>(std::min(fetch_.risk * d * d, static_cast<double>(std::numeric_limits<float>::max())));
+    return static_cast<float>(
+        std::min(fetch_.risk * d * d, static_cast<double>(std::numeric_limits<float>::max())));
   }
 
   float weight_floor(int h) {
@@ -347,7 +367,8 @@ class Step {
     return static_cast<float>(fetch_.probability * state(h).denominator);
   }
 
-  // One pass over all tokens: those above the lower of the certificate's threshold and the price of risk.
+  // One pass over all tokens: those above the lower of the certificate's threshold and the price of
+  // risk.
   void select() {
     for (int first = 0; first < group_; first += kMaxHeads) {
       const int heads = std::min(kMaxHeads, group_ - first);
@@ -374,19 +395,21 @@ class Step {
         ties = ties || s.threshold.ties > 0;
       }
       if (group_ <= kMaxHeads && !ties && !marked_) {
-        fetched_count_ = kernels_.select_tokens(weight(first), weight_stride_, store_.odds(), compressed_, heads,
-                                                beta.data(), key.data(), floor.data(), ws_.fetched.data(),
-                                                planned.data());
+        fetched_count_ = kernels_.select_tokens(weight(first), weight_stride_, store_.odds(),
+                                                compressed_, heads, beta.data(), key.data(),
+                                                floor.data(), ws_.fetched.data(), planned.data());
       } else {
         // Marks join the parts of a large group, ties, and the tokens of the exact order.
-        const std::int64_t found =
-            kernels_.select_tokens(weight(first), weight_stride_, store_.odds(), compressed_, heads, beta.data(),
-                                   key.data(), floor.data(), ws_.moved.data(), planned.data());
-        for (std::int64_t i = 0; i < found; ++i) ws_.mark[ws_.moved[static_cast<std::size_t>(i)]] = 1;
+        const std::int64_t found = kernels_.select_tokens(
+            weight(first), weight_stride_, store_.odds(), compressed_, heads, beta.data(),
+            key.data(), floor.data(), ws_.moved.data(), planned.data());
+        for (std::int64_t i = 0; i < found; ++i)
+          ws_.mark[ws_.moved[static_cast<std::size_t>(i)]] = 1;
         for (int h = 0; h < heads; ++h) planned[at(h)] += mark_ties(first + h, floor[at(h)]);
         marked_ = true;
       }
-      for (int h = 0; h < heads; ++h) step_.query_reports[first + h].planned_tokens += planned[at(h)];
+      for (int h = 0; h < heads; ++h)
+        step_.query_reports[first + h].planned_tokens += planned[at(h)];
     }
     if (!marked_) return;
     fetched_count_ = 0;
@@ -405,7 +428,8 @@ class Step {
     std::int64_t counted = 0;
     for (std::int64_t i = 0; i < compressed_ && left > 0; ++i) {
       const float w = weight(h)[i];
-      if (!(w > 0) || fetch_key(w, to_float(store_.odds()[i]), state(h).beta) != threshold.key) continue;
+      if (!(w > 0) || fetch_key(w, to_float(store_.odds()[i]), state(h).beta) != threshold.key)
+        continue;
       ws_.mark[static_cast<std::size_t>(i)] = 1;
       --left;
       counted += !(w > floor);
@@ -450,28 +474,33 @@ class Step {
     }
     for (int h = 0; h < group_; ++h) {
       HeadState& s = state(h);
-      if (compressed_ == 0) s.bound = s.computable || residents_ == 0 ? 0 : std::numeric_limits<double>::infinity();
+      if (compressed_ == 0)
+        s.bound = s.computable || residents_ == 0 ? 0 : std::numeric_limits<double>::infinity();
       QueryHeadReport& report = step_.query_reports[h];
       report.epsilon = s.bound;
-      report.certified = s.bound < std::numeric_limits<double>::infinity() && s.bound <= fetch_.epsilon;
+      report.certified =
+          s.bound < std::numeric_limits<double>::infinity() && s.bound <= fetch_.epsilon;
     }
   }
 
   // Residents with their coefficients, then the moved tokens, merged under one shift.
   void attend() {
     const std::span<const std::uint32_t> position = store_.resident_positions();
-    // lambda needs the sketched weights of drawn tokens, which the logits of moved tokens then overwrite.
+    // lambda needs the sketched weights of drawn tokens, which the logits of moved tokens then
+    // overwrite.
     std::int64_t moved = 0;
     std::int64_t next = 0;
     for (std::int64_t i = 0; i < drawn_; ++i) {
       const std::uint32_t p = position[static_cast<std::size_t>(i)];
       while (next < fetched_count_ && ws_.fetched[static_cast<std::size_t>(next)] < p) {
-        ws_.moved[static_cast<std::size_t>(moved++)] = ws_.fetched[static_cast<std::size_t>(next++)];
+        ws_.moved[static_cast<std::size_t>(moved++)] =
+            ws_.fetched[static_cast<std::size_t>(next++)];
       }
-      const bool is_fetched = next < fetched_count_ && ws_.fetched[static_cast<std::size_t>(next)] == p;
+      const bool is_fetched =
+          next < fetched_count_ && ws_.fetched[static_cast<std::size_t>(next)] == p;
       if (is_fetched) ++next;
-      const bool exact =
-          is_fetched || ws_.slot_odds[static_cast<std::size_t>(i)] == std::numeric_limits<float>::infinity();
+      const bool exact = is_fetched || ws_.slot_odds[static_cast<std::size_t>(i)] ==
+                                           std::numeric_limits<float>::infinity();
       for (int h = 0; h < group_; ++h) resident_sketched(h)[i] = exact ? -1.0f : weight(h)[p];
     }
     while (next < fetched_count_) {
@@ -481,8 +510,8 @@ class Step {
     const std::int64_t moved_stride = weight_stride_;
     if (moved > 0) {
       in_parts([&](int first, int heads) {
-        kernels_.dot_rows(store_.host_keys(shape_), ws_.moved.data(), moved, query(first), heads, query_stride_,
-                          weight(first), moved_stride);
+        kernels_.dot_rows(store_.host_keys(shape_), ws_.moved.data(), moved, query(first), heads,
+                          query_stride_, weight(first), moved_stride);
       });
       for (int h = 0; h < group_; ++h) cap_softly(weight(h), moved);
     }
@@ -493,11 +522,12 @@ class Step {
     for (int h = 0; h < group_; ++h) apply_coefficients(h);
     in_parts([&](int first, int heads) {
       float* out = ws_.output.data() + first * shape_.config.value_dim;
-      kernels_.weighted_rows(store_.resident_values(shape_), nullptr, residents_, resident_weight(first), heads,
-                             resident_stride_, out, shape_.config.value_dim);
+      kernels_.weighted_rows(store_.resident_values(shape_), nullptr, residents_,
+                             resident_weight(first), heads, resident_stride_, out,
+                             shape_.config.value_dim);
       if (moved > 0) {
-        kernels_.weighted_rows(store_.host_values(shape_), ws_.moved.data(), moved, weight(first), heads,
-                               moved_stride, out, shape_.config.value_dim);
+        kernels_.weighted_rows(store_.host_values(shape_), ws_.moved.data(), moved, weight(first),
+                               heads, moved_stride, out, shape_.config.value_dim);
       }
     });
     for (int h = 0; h < group_; ++h) finish(h, moved);
@@ -509,8 +539,9 @@ class Step {
     report.moved_bytes = moved * shape_.row_bytes();
   }
 
-  // The plan's shift serves the attention too unless the largest summand of D_hat is far from it: an exact logit shows
-  // that the sketch was far off. A drawn token adds no more than cap * beta * (1 + rho), however large its logit.
+  // The plan's shift serves the attention too unless the largest summand of D_hat is far from it:
+  // an exact logit shows that the sketch was far off. A drawn token adds no more than cap * beta *
+  // (1 + rho), however large its logit.
   void attention_shift(int h, std::int64_t moved) {
     HeadState& s = state(h);
     constexpr float tolerated = 20;
@@ -530,7 +561,8 @@ class Step {
         top = std::max(top, logit);
       }
     }
-    s.attention_shift = std::fabs(top - s.shift) <= tolerated || top == kMinusInfinity ? s.shift : top;
+    s.attention_shift =
+        std::fabs(top - s.shift) <= tolerated || top == kMinusInfinity ? s.shift : top;
   }
 
   // Weights under the attention's shift; D_hat starts with the moved tokens.
@@ -544,7 +576,8 @@ class Step {
     }
     if (other_shift) resident_weights(first, heads, shift.data());
     if (moved > 0) {
-      kernels_.weights(weight(first), moved_stride, ws_.no_odds.data(), moved, heads, shift.data(), sum.data());
+      kernels_.weights(weight(first), moved_stride, ws_.no_odds.data(), moved, heads, shift.data(),
+                       sum.data());
     }
     for (int h = 0; h < heads; ++h) state(first + h).estimate = sum[at(h)];
   }
@@ -555,13 +588,14 @@ class Step {
     float* w = resident_weight(h);
     const float* sketched = resident_sketched(h);
     const float cap = static_cast<float>(fetch_.cap);
-    // To the plan's units, in which beta and the sketched weights are; clamped, since 0 * infinity is no weight.
+    // To the plan's units, in which beta and the sketched weights are; clamped, since 0 * infinity
+    // is no weight.
     const float to_plan = std::fmin(std::exp(s.attention_shift - s.shift), 1e30f);
     double sum = 0;
     for (std::int64_t i = 0; i < drawn_; ++i) {
       if (sketched[i] >= 0) {
-        w[i] *= drawn_coefficient(sketched[i], w[i] * to_plan, ws_.slot_odds[static_cast<std::size_t>(i)], s.beta,
-                                  cap);
+        w[i] *= drawn_coefficient(sketched[i], w[i] * to_plan,
+                                  ws_.slot_odds[static_cast<std::size_t>(i)], s.beta, cap);
       }
       sum += static_cast<double>(w[i]);
     }
@@ -579,8 +613,9 @@ class Step {
       out[j] = empty ? 0.0f : static_cast<float>(static_cast<double>(sum[j]) / s.estimate);
     }
     if (step_.lse != nullptr) {
-      step_.lse[h] = empty ? kMinusInfinity
-                           : static_cast<float>(static_cast<double>(s.attention_shift) + std::log(s.estimate));
+      step_.lse[h] =
+          empty ? kMinusInfinity
+                : static_cast<float>(static_cast<double>(s.attention_shift) + std::log(s.estimate));
     }
   }
 
@@ -598,7 +633,8 @@ class Step {
         ws_.square[static_cast<std::size_t>(i)] += p * p;
       }
     }
-    store_.add_window_step(std::span<const float>(ws_.square).first(static_cast<std::size_t>(window)));
+    store_.add_window_step(
+        std::span<const float>(ws_.square).first(static_cast<std::size_t>(window)));
   }
 
   HeadState& state(int h) { return ws_.states[at(h)]; }
@@ -628,7 +664,8 @@ class Step {
 void Workspace::reserve(const LayerShape& shape, const FetchConfig& fetch, std::int64_t compressed,
                         std::int64_t residents) {
   const auto grow = [](auto& vector, std::int64_t size) {
-    if (static_cast<std::int64_t>(vector.size()) < size) vector.resize(static_cast<std::size_t>(size));
+    if (static_cast<std::int64_t>(vector.size()) < size)
+      vector.resize(static_cast<std::size_t>(size));
   };
   const std::int64_t group = shape.group;
   grow(query, group * padded(shape.config.key_dim));
@@ -667,14 +704,15 @@ std::int64_t Workspace::bytes() const {
   const auto add = [&sum](const auto&... vector) {
     ((sum += static_cast<std::int64_t>(vector.capacity() * sizeof(vector[0]))), ...);
   };
-  add(query, code_query, rotated, weight, resident_logit, resident_weight, resident_sketched, slot_odds, states, output, square, fetched, moved, no_odds,
-      plan_weight, plan_odds, plan_key, plan_position, exact_weight, exact_odds, exact_gain, exact_scratch,
-      exact_order, exact_index, mark);
+  add(query, code_query, rotated, weight, resident_logit, resident_weight, resident_sketched,
+      slot_odds, states, output, square, fetched, moved, no_odds, plan_weight, plan_odds, plan_key,
+      plan_position, exact_weight, exact_odds, exact_gain, exact_scratch, exact_order, exact_index,
+      mark);
   return sum;
 }
 
-void attend_head(const Kernels& kernels, const LayerShape& shape, const FetchConfig& fetch, HeadStore& store,
-                 Workspace& workspace, const HeadStep& step) noexcept {
+void attend_head(const Kernels& kernels, const LayerShape& shape, const FetchConfig& fetch,
+                 HeadStore& store, Workspace& workspace, const HeadStep& step) noexcept {
   Step(kernels, shape, fetch, store, workspace, step).run();
 }
 

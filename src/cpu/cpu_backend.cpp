@@ -1,4 +1,5 @@
-// Both tiers in main memory. This backend is the specification: what the device backend computes is compared with it.
+// Both tiers in main memory. This backend is the specification: what the device backend computes is
+// compared with it.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -47,10 +48,10 @@ void check_fits(const char* what, const TensorView& view, DType storage) {
       for (std::int64_t j = 0; j < view.dim; ++j) {
         const float x = to_float(row[j]);
         if (std::fabs(x) <= limit) continue;  // false for NaN
-        throw InvalidArgument(
-            fmt::format("{}: token {}, head {}, coordinate {} is {}; it must be finite and, stored as {}, not "
-                        "above {} in size",
-                        what, t, h, j, x, name(storage), limit));
+        throw InvalidArgument(fmt::format(
+            "{}: token {}, head {}, coordinate {} is {}; it must be finite and, stored as {}, not "
+            "above {} in size",
+            what, t, h, j, x, name(storage), limit));
       }
     }
   }
@@ -58,9 +59,15 @@ void check_fits(const char* what, const TensorView& view, DType storage) {
 
 void check_fits(const char* what, const TensorView& view, DType storage) {
   switch (view.type) {
-    case DType::f32: check_fits<float>(what, view, storage); break;
-    case DType::f16: check_fits<Half>(what, view, storage); break;
-    case DType::bf16: check_fits<BFloat16>(what, view, storage); break;
+    case DType::f32:
+      check_fits<float>(what, view, storage);
+      break;
+    case DType::f16:
+      check_fits<Half>(what, view, storage);
+      break;
+    case DType::bf16:
+      check_fits<BFloat16>(what, view, storage);
+      break;
   }
 }
 
@@ -78,10 +85,11 @@ class CpuBackend final : public Backend {
       shape.storage = config.storage;
       if (shape.config.cached) {
         shape.group = static_cast<int>(shape.config.query_heads / shape.config.kv_heads);
-        shape.scale = static_cast<float>(shape.config.scale > 0
-                                             ? shape.config.scale
-                                             : 1 / std::sqrt(static_cast<double>(shape.config.key_dim)));
-        // An exact sketch has no bits, whatever the configuration says; the tables want a number they know.
+        shape.scale = static_cast<float>(
+            shape.config.scale > 0 ? shape.config.scale
+                                   : 1 / std::sqrt(static_cast<double>(shape.config.key_dim)));
+        // An exact sketch has no bits, whatever the configuration says; the tables want a number
+        // they know.
         const int bits = config.sketch.kind == SketchKind::exact ? 2 : config.sketch.bits;
         shape.sketch = {config.sketch.kind, bits, static_cast<int>(shape.config.key_dim)};
         shape.levels = sketch_levels(config.sketch.kind, bits);
@@ -93,7 +101,8 @@ class CpuBackend final : public Backend {
   }
 
   std::string description() const override {
-    return fmt::format("cpu ({}, {} thread{})", kernels_.name, pool_.size(), pool_.size() == 1 ? "" : "s");
+    return fmt::format("cpu ({}, {} thread{})", kernels_.name, pool_.size(),
+                       pool_.size() == 1 ? "" : "s");
   }
 
   void create(SequenceId id, std::uint64_t draw) override {
@@ -140,7 +149,8 @@ class CpuBackend final : public Backend {
     try {
       compress_outgrown_window(sequence, layer);
     } catch (const std::bad_alloc&) {
-      // The tokens are in and correct; the window only stays larger until a later append finds the memory.
+      // The tokens are in and correct; the window only stays larger until a later append finds the
+      // memory.
     }
   }
 
@@ -166,7 +176,8 @@ class CpuBackend final : public Backend {
 
   void redraw(SequenceId id, std::uint64_t draw) override {
     Sequence& sequence = find(id);
-    // All heads are drawn before one changes, so that running out of memory half-way leaves the old draw whole.
+    // All heads are drawn before one changes, so that running out of memory half-way leaves the old
+    // draw whole.
     std::vector<HeadStore::Residents> drawn;
     for (std::size_t layer = 0; layer < sequence.layers.size(); ++layer) {
       std::int64_t residents = 0;
@@ -184,7 +195,8 @@ class CpuBackend final : public Backend {
     sequence.draw = draw;
   }
 
-  void attend(std::int64_t layer_index, const AttendBatch& batch, std::span<QueryHeadReport> query_reports,
+  void attend(std::int64_t layer_index, const AttendBatch& batch,
+              std::span<QueryHeadReport> query_reports,
               std::span<KvHeadReport> kv_reports) override {
     const std::size_t layer = static_cast<std::size_t>(layer_index);
     const LayerShape& shape = shapes_[layer];
@@ -213,7 +225,8 @@ class CpuBackend final : public Backend {
       }
       Sequence& sequence = find(id);
       step.score_window = sequence.compressed_before[layer] && config_.chunk_tokens > 0;
-      attend_head(kernels_, shape, config_.fetch, sequence.layers[layer][static_cast<std::size_t>(head)],
+      attend_head(kernels_, shape, config_.fetch,
+                  sequence.layers[layer][static_cast<std::size_t>(head)],
                   workspaces_[static_cast<std::size_t>(worker)], step);
     };
     pool_.run(static_cast<std::int64_t>(batch.sequences.size()) * c.kv_heads, task);
@@ -256,8 +269,8 @@ class CpuBackend final : public Backend {
 
   // Adds the plan of compressing one head up to position `end`, if there is anything to compress.
   // importance: of the positions from the first one that is not compressed.
-  void plan_head(Sequence& sequence, std::size_t layer, std::size_t head, std::int64_t end, const float* importance,
-                 std::vector<HeadPlan>& plans) const {
+  void plan_head(Sequence& sequence, std::size_t layer, std::size_t head, std::int64_t end,
+                 const float* importance, std::vector<HeadPlan>& plans) const {
     const HeadStore& store = sequence.layers[layer][head];
     if (end <= store.compressed()) return;
     HeadPlan plan;
@@ -269,9 +282,11 @@ class CpuBackend final : public Backend {
     plans.push_back(std::move(plan));
   }
 
-  // Solves inclusion over the pools, then compresses. Only the first part can fail. `pays_window`: the budget of what has not been
-  // compressed yet includes the local window (paid once, at the first compression).
-  void run_compression(Sequence& sequence, std::vector<HeadPlan>& plans, Pool pool, bool pays_window) {
+  // Solves inclusion over the pools, then compresses. Only the first part can fail. `pays_window`:
+  // the budget of what has not been compressed yet includes the local window (paid once, at the
+  // first compression).
+  void run_compression(Sequence& sequence, std::vector<HeadPlan>& plans, Pool pool,
+                       bool pays_window) {
     for (std::size_t begin = 0; begin < plans.size();) {
       std::size_t end = begin + 1;
       while (end < plans.size() && pool != Pool::head &&
@@ -289,8 +304,9 @@ class CpuBackend final : public Backend {
       reserve_workspaces(plan.layer, end, store.residents());
       largest_dim = std::max(largest_dim, shapes_[plan.layer].config.key_dim);
     }
-    std::vector<std::vector<float>> scratch(static_cast<std::size_t>(pool_.size()),
-                                            std::vector<float>(static_cast<std::size_t>(largest_dim)));
+    std::vector<std::vector<float>> scratch(
+        static_cast<std::size_t>(pool_.size()),
+        std::vector<float>(static_cast<std::size_t>(largest_dim)));
     const auto task = [&](int worker, std::int64_t index) {
       const HeadPlan& plan = plans[static_cast<std::size_t>(index)];
       const LayerShape& shape = shapes_[plan.layer];
@@ -315,7 +331,8 @@ class CpuBackend final : public Backend {
       const std::int64_t count = static_cast<std::int64_t>(plan.odds.size());
       const HeadStore& store = sequence.layers[plan.layer][plan.head];
       const std::int64_t window = pays_window && plan.begin == 0 ? store.tokens() - count : 0;
-      budget += config_.keep * static_cast<double>(count + window) - static_cast<double>(sinks + window);
+      budget +=
+          config_.keep * static_cast<double>(count + window) - static_cast<double>(sinks + window);
       tau.insert(tau.end(), plan.importance + sinks, plan.importance + count);
     }
     budget = std::max(0.0, budget);
@@ -325,24 +342,29 @@ class CpuBackend final : public Backend {
       for (HeadPlan& plan : plans) {
         const std::int64_t sinks = sinks_of(plan);
         std::fill(plan.odds.begin(), plan.odds.begin() + sinks, kPositive16Infinity);
-        for (std::size_t i = static_cast<std::size_t>(sinks); i < plan.odds.size(); ++i) plan.odds[i] = odds_of(next++);
+        for (std::size_t i = static_cast<std::size_t>(sinks); i < plan.odds.size(); ++i)
+          plan.odds[i] = odds_of(next++);
       }
     };
     if (config_.select == Selection::topk) {
       std::vector<std::uint32_t> index(tau.size());
       std::vector<std::uint8_t> kept(tau.size());
-      select_top_k(std::span<const float>(tau), static_cast<std::size_t>(budget + 0.5), index, kept);
+      select_top_k(std::span<const float>(tau), static_cast<std::size_t>(budget + 0.5), index,
+                   kept);
       assign([&](std::size_t i) { return kept[i] != 0 ? kPositive16Infinity : Positive16{}; });
       return;
     }
     std::vector<float> scratch(tau.size());
-    const FlooredInclusion inclusion =
-        solve_inclusion(std::span<const float>(tau), budget, config_.inclusion_floor, std::span(scratch));
-    assign([&](std::size_t i) { return stored_odds(inclusion.probability(static_cast<double>(tau[i]))); });
+    const FlooredInclusion inclusion = solve_inclusion(std::span<const float>(tau), budget,
+                                                       config_.inclusion_floor, std::span(scratch));
+    assign([&](std::size_t i) {
+      return stored_odds(inclusion.probability(static_cast<double>(tau[i])));
+    });
   }
 
-  // Decode: the oldest chunk of a local window that has outgrown its size, by the attention it received. The layer's heads
-  // share a pool unless each has its own; layers are appended one by one, so they cannot share one here.
+  // Decode: the oldest chunk of a local window that has outgrown its size, by the attention it
+  // received. The layer's heads share a pool unless each has its own; layers are appended one by
+  // one, so they cannot share one here.
   void compress_outgrown_window(Sequence& sequence, std::size_t layer) {
     if (config_.chunk_tokens == 0 || config_.keep >= 1) return;
     std::vector<HeadStore>& heads = sequence.layers[layer];
@@ -357,9 +379,11 @@ class CpuBackend final : public Backend {
         for (std::size_t i = 0; i < chunk; ++i) {
           score[h * chunk + i] = heads[h].window_score(static_cast<std::int64_t>(i));
         }
-        plan_head(sequence, layer, h, compressed + config_.chunk_tokens, score.data() + h * chunk, plans);
+        plan_head(sequence, layer, h, compressed + config_.chunk_tokens, score.data() + h * chunk,
+                  plans);
       }
-      run_compression(sequence, plans, config_.pool == Pool::head ? Pool::head : Pool::layer, false);
+      run_compression(sequence, plans, config_.pool == Pool::head ? Pool::head : Pool::layer,
+                      false);
     }
   }
 

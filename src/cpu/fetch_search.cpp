@@ -20,8 +20,8 @@ struct Evaluation {
 
 class Search {
  public:
-  Search(const Kernels& kernels, PlanArrays& plan, float beta_all, double denominator, double log_term,
-         double epsilon)
+  Search(const Kernels& kernels, PlanArrays& plan, float beta_all, double denominator,
+         double log_term, double epsilon)
       : kernels_(kernels),
         plan_(plan),
         denominator_(denominator),
@@ -30,7 +30,8 @@ class Search {
         beta_high_(beta_all) {}
 
   FetchThreshold run() {
-    // Invariant: keeping the keys <= good_ certifies (nothing at first), keeping those <= bad_ does not.
+    // Invariant: keeping the keys <= good_ certifies (nothing at first), keeping those <= bad_ does
+    // not.
     for (bool first = true;; first = false) {
       const std::int64_t open = count_open();
       if (open <= kFew) break;
@@ -68,12 +69,13 @@ class Search {
     }
   }
 
-  // From an evenly spaced sample of open keys: at first the key up to which their variances, where lambda = 1, would
-  // fill the larger part of the bound; then the median.
+  // From an evenly spaced sample of open keys: at first the key up to which their variances, where
+  // lambda = 1, would fill the larger part of the bound; then the median.
   float choose_pivot(std::int64_t open_count, bool first) const {
     std::array<float, kSamples> sample{};
     std::size_t found = 0;
-    const std::int64_t step = std::max<std::int64_t>(1, plan_.count / static_cast<std::int64_t>(kSamples));
+    const std::int64_t step =
+        std::max<std::int64_t>(1, plan_.count / static_cast<std::int64_t>(kSamples));
     for (std::int64_t i = 0; i < plan_.count && found < kSamples; i += step) {
       if (open(i)) sample[found++] = plan_.key[i];
     }
@@ -85,7 +87,8 @@ class Search {
         const double each = static_cast<double>(open_count) / static_cast<double>(found);
         double variance = 0;
         at = 0;
-        while (at + 1 < found && (variance += each * static_cast<double>(sample[at])) < wanted) ++at;
+        while (at + 1 < found && (variance += each * static_cast<double>(sample[at])) < wanted)
+          ++at;
       }
       if (sample[at] < bad_) return sample[at];
     }
@@ -114,24 +117,29 @@ class Search {
     kernels_.plan_tail_sums(plan_, threshold, result.beta, variance, jump);
     const double beta = static_cast<double>(result.beta);
     variance += base_.out_variance + beta * beta * base_.in_odds;
-    result.bound = bound_of(beta, variance,
-                            std::max({static_cast<double>(jump), static_cast<double>(base_.out_jump),
-                                      beta * static_cast<double>(base_.in_largest_odds)}));
+    result.bound =
+        bound_of(beta, variance,
+                 std::max({static_cast<double>(jump), static_cast<double>(base_.out_jump),
+                           beta * static_cast<double>(base_.in_largest_odds)}));
     return result;
   }
 
-  // Few open keys, or many equal ones: tries them in order, then how many of a group of ties must go.
+  // Few open keys, or many equal ones: tries them in order, then how many of a group of ties must
+  // go.
   FetchThreshold finish() {
     std::array<float, kFew> key{};
     std::size_t distinct = 0;
     for (std::int64_t i = 0; i < plan_.count; ++i) {
-      if (!open(i) || std::find(key.begin(), key.begin() + distinct, plan_.key[i]) != key.begin() + distinct) continue;
+      if (!open(i) ||
+          std::find(key.begin(), key.begin() + distinct, plan_.key[i]) != key.begin() + distinct)
+        continue;
       key[distinct++] = plan_.key[i];
     }
     // Only where rounding makes two evaluations of one set disagree at the border.
     if (distinct == 0) return {good_, 0};
     std::sort(key.begin(), key.begin() + static_cast<std::ptrdiff_t>(distinct));
-    // key[tied] is the smallest open key that cannot be kept altogether: the largest one is known to be such.
+    // key[tied] is the smallest open key that cannot be kept altogether: the largest one is known
+    // to be such.
     std::size_t low = 0;
     std::size_t tied = distinct - 1;
     while (low < tied) {
@@ -176,7 +184,8 @@ class Search {
     return ties;
   }
 
-  // The bound when the first k of the ties at the front are fetched and all larger keys: scalar, in double.
+  // The bound when the first k of the ties at the front are fetched and all larger keys: scalar, in
+  // double.
   double bound_without_ties(std::int64_t k, std::int64_t ties) const {
     const auto kept = [&](std::int64_t i) { return i < ties ? i >= k : plan_.key[i] <= good_; };
     const float solved = newton_beta(beta_low_, [&](float beta) {
@@ -191,8 +200,8 @@ class Search {
     });
     const double beta = static_cast<double>(solved);
     double variance = base_.out_variance + beta * beta * base_.in_odds;
-    double jump =
-        std::max(static_cast<double>(base_.out_jump), beta * static_cast<double>(base_.in_largest_odds));
+    double jump = std::max(static_cast<double>(base_.out_jump),
+                           beta * static_cast<double>(base_.in_largest_odds));
     for (std::int64_t i = k; i < plan_.count; ++i) {
       if (!kept(i)) continue;
       variance += static_cast<double>(variance_term(plan_.weight[i], plan_.odds[i], solved));

@@ -1,6 +1,6 @@
-// Eq. 10 on the one-key order, without sorting: the threshold above which tokens are fetched so that the rest
-// certifies. A bisection over keys in which tokens leave the arrays as soon as their role is settled, so that the
-// whole search costs a few passes over all tokens.
+// Eq. 10 on the one-key order, without sorting: the threshold above which tokens are fetched so
+// that the rest certifies. A bisection over keys in which tokens leave the arrays as soon as their
+// role is settled, so that the whole search costs a few passes over all tokens.
 #ifndef VERKV_SRC_CPU_FETCH_SEARCH_HPP
 #define VERKV_SRC_CPU_FETCH_SEARCH_HPP
 
@@ -12,12 +12,14 @@
 
 namespace verkv::cpu {
 
-// beta by Newton's iteration over kernel sums; sums(beta) returns {weight, odds} over the tokens with w > beta * rho. `start` must not
-// exceed the solution. The value is a binary32 number: the kernels compare in binary32.
+// beta by Newton's iteration over kernel sums; sums(beta) returns {weight, odds} over the tokens
+// with w > beta * rho. `start` must not exceed the solution. The value is a binary32 number: the
+// kernels compare in binary32.
 template <class Sums>
 float newton_beta(float start, Sums&& sums) {
   float beta = start;
-  // The set shrinks with every round that raises beta, so this ends; the bound only guards against NaN.
+  // The set shrinks with every round that raises beta, so this ends; the bound only guards against
+  // NaN.
   for (int round = 0; round < 100; ++round) {
     const auto [weight, odds] = sums(beta);
     const float next = static_cast<float>(weight / (1 + odds));
@@ -28,18 +30,20 @@ float newton_beta(float start, Sums&& sums) {
   return beta;
 }
 
-// Summation in binary32 within blocks of 512 is off by at most about 33 units in the last place (2e-6, relative, all
-// terms positive); certificates computed from such sums are enlarged by this factor, so that they stay upper bounds.
+// Summation in binary32 within blocks of 512 is off by at most about 33 units in the last place
+// (2e-6, relative, all terms positive); certificates computed from such sums are enlarged by this
+// factor, so that they stay upper bounds.
 inline constexpr double kOutward = 1 + 1e-5;
 
 struct FetchThreshold {
-  float key = 0;           // fetch every token with a key above it
-  std::int64_t ties = 0;   // and so many tokens with exactly this key, lowest positions first
+  float key = 0;          // fetch every token with a key above it
+  std::int64_t ties = 0;  // and so many tokens with exactly this key, lowest positions first
 };
 
-// plan: from Kernels::plan_start (w > 0, keys of some beta), destroyed. beta_all: beta over all of it. Needs: the certificate over all
-// of the plan exceeds epsilon. The result's rest certifies with `certificate * kOutward <= epsilon`, and fetching one token less in the order
-// (key descending, position ascending) does not.
+// plan: from Kernels::plan_start (w > 0, keys of some beta), destroyed. beta_all: beta over all of
+// it. Needs: the certificate over all of the plan exceeds epsilon. The result's rest certifies with
+// `certificate * kOutward <= epsilon`, and fetching one token less in the order (key descending,
+// position ascending) does not.
 FetchThreshold search_fetch_threshold(const Kernels& kernels, PlanArrays& plan, float beta_all,
                                       double denominator, double log_term, double epsilon);
 

@@ -22,7 +22,9 @@ void store_row(const From* from, std::int64_t dim, DType type, std::byte* to) {
   for (std::int64_t j = 0; j < dim; ++j) {
     const float x = to_float(from[j]);
     switch (type) {
-      case DType::f32: std::memcpy(to + 4 * j, &x, 4); break;
+      case DType::f32:
+        std::memcpy(to + 4 * j, &x, 4);
+        break;
       case DType::f16: {
         const Half half = to_half(x);
         std::memcpy(to + 2 * j, &half, 2);
@@ -37,16 +39,23 @@ void store_row(const From* from, std::int64_t dim, DType type, std::byte* to) {
   }
 }
 
-void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DType type, std::byte* to) {
+void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DType type,
+               std::byte* to) {
   const void* row = view.row(token, head);
   if (view.type == type) {
     std::memcpy(to, row, static_cast<std::size_t>(view.dim) * size_bytes(type));
     return;
   }
   switch (view.type) {
-    case DType::f32: store_row(static_cast<const float*>(row), view.dim, type, to); break;
-    case DType::f16: store_row(static_cast<const Half*>(row), view.dim, type, to); break;
-    case DType::bf16: store_row(static_cast<const BFloat16*>(row), view.dim, type, to); break;
+    case DType::f32:
+      store_row(static_cast<const float*>(row), view.dim, type, to);
+      break;
+    case DType::f16:
+      store_row(static_cast<const Half*>(row), view.dim, type, to);
+      break;
+    case DType::bf16:
+      store_row(static_cast<const BFloat16*>(row), view.dim, type, to);
+      break;
   }
 }
 
@@ -57,15 +66,19 @@ std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
 float load_element(const Rows& rows, std::int64_t row, std::int64_t j) {
   const std::int64_t at = row * rows.stride + j;
   switch (rows.type) {
-    case DType::f32: return static_cast<const float*>(rows.data)[at];
-    case DType::f16: return to_float(static_cast<const Half*>(rows.data)[at]);
-    case DType::bf16: return to_float(static_cast<const BFloat16*>(rows.data)[at]);
+    case DType::f32:
+      return static_cast<const float*>(rows.data)[at];
+    case DType::f16:
+      return to_float(static_cast<const Half*>(rows.data)[at]);
+    case DType::bf16:
+      return to_float(static_cast<const BFloat16*>(rows.data)[at]);
   }
   return 0;
 }
 
 Rows HeadStore::host_keys(const LayerShape& shape) const {
-  return {host_.data(), shape.storage, shape.row_elements(), static_cast<int>(shape.config.key_dim)};
+  return {host_.data(), shape.storage, shape.row_elements(),
+          static_cast<int>(shape.config.key_dim)};
 }
 
 Rows HeadStore::host_values(const LayerShape& shape) const {
@@ -74,7 +87,8 @@ Rows HeadStore::host_values(const LayerShape& shape) const {
 }
 
 Rows HeadStore::resident_keys(const LayerShape& shape) const {
-  return {resident_key_.data(), shape.storage, shape.config.key_dim, static_cast<int>(shape.config.key_dim)};
+  return {resident_key_.data(), shape.storage, shape.config.key_dim,
+          static_cast<int>(shape.config.key_dim)};
 }
 
 Rows HeadStore::resident_values(const LayerShape& shape) const {
@@ -134,7 +148,8 @@ void HeadStore::reserve_compress(const LayerShape& shape, std::int64_t end) {
   if (shape.sketch.kind == SketchKind::lloyd_max) to(channel_means_, shape.config.key_dim);
 }
 
-void HeadStore::encode(const LayerShape& shape, std::int64_t position, std::span<float> scratch) noexcept {
+void HeadStore::encode(const LayerShape& shape, std::int64_t position,
+                       std::span<float> scratch) noexcept {
   const Rows keys = host_keys(shape);
   const std::size_t at = static_cast<std::size_t>(position);
   for (std::size_t j = 0; j < scratch.size(); ++j) {
@@ -148,11 +163,12 @@ void HeadStore::encode(const LayerShape& shape, std::int64_t position, std::span
   }
   for (std::size_t j = 0; j < scratch.size(); ++j) scratch[j] -= channel_means_[j];
   rotate(scratch, shape.signs);
-  scales_[at] = encode_lloyd_max(shape.sketch, shape.levels, scratch, codes_.data(), position).scale;
+  scales_[at] =
+      encode_lloyd_max(shape.sketch, shape.levels, scratch, codes_.data(), position).scale;
 }
 
-void HeadStore::compress(const LayerShape& shape, std::span<const Positive16> odds, const DrawKey& key,
-                         std::span<float> scratch) noexcept {
+void HeadStore::compress(const LayerShape& shape, std::span<const Positive16> odds,
+                         const DrawKey& key, std::span<float> scratch) noexcept {
   const std::int64_t begin = compressed_;
   const std::int64_t end = begin + static_cast<std::int64_t>(odds.size());
   const std::size_t padded = static_cast<std::size_t>(round_up(end, kSketchGroup));
@@ -190,9 +206,10 @@ void HeadStore::compress(const LayerShape& shape, std::span<const Positive16> od
       if (!drawn(key, position, r)) continue;
     }
     if (to != from) {
-      std::memcpy(resident_key_.data() + to * key_bytes, resident_key_.data() + from * key_bytes, key_bytes);
-      std::memcpy(resident_value_.data() + to * value_bytes, resident_value_.data() + from * value_bytes,
-                  value_bytes);
+      std::memcpy(resident_key_.data() + to * key_bytes, resident_key_.data() + from * key_bytes,
+                  key_bytes);
+      std::memcpy(resident_value_.data() + to * value_bytes,
+                  resident_value_.data() + from * value_bytes, value_bytes);
       resident_position_[to] = position;
     }
     ++to;
@@ -225,11 +242,14 @@ void HeadStore::compress(const LayerShape& shape, std::span<const Positive16> od
 HeadStore::Residents HeadStore::redraw(const LayerShape& shape, const DrawKey& key) const {
   Residents result;
   for (std::int64_t i = 0; i < compressed_; ++i) {
-    const double r = probability_from_odds(static_cast<double>(to_float(odds_[static_cast<std::size_t>(i)])));
-    if (drawn(key, static_cast<std::uint64_t>(i), r)) result.position.push_back(static_cast<std::uint32_t>(i));
+    const double r =
+        probability_from_odds(static_cast<double>(to_float(odds_[static_cast<std::size_t>(i)])));
+    if (drawn(key, static_cast<std::uint64_t>(i), r))
+      result.position.push_back(static_cast<std::uint32_t>(i));
   }
   result.drawn = static_cast<std::int64_t>(result.position.size());
-  for (std::int64_t i = compressed_; i < tokens_; ++i) result.position.push_back(static_cast<std::uint32_t>(i));
+  for (std::int64_t i = compressed_; i < tokens_; ++i)
+    result.position.push_back(static_cast<std::uint32_t>(i));
 
   const std::size_t element = size_bytes(shape.storage);
   const std::size_t key_bytes = bytes(shape.config.key_dim) * element;
@@ -269,12 +289,14 @@ void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const 
     return static_cast<std::int64_t>(vector.size() * sizeof(vector[0]));
   };
   const auto spare = [&report](const auto& vector) {
-    report.reserved_bytes += static_cast<std::int64_t>((vector.capacity() - vector.size()) * sizeof(vector[0]));
+    report.reserved_bytes +=
+        static_cast<std::int64_t>((vector.capacity() - vector.size()) * sizeof(vector[0]));
   };
   report.host_bytes += tokens_ * shape.row_bytes();
   report.resident_bytes += used(resident_key_) + used(resident_value_);
   report.sketch_bytes += used(codes_) + used(scales_) + used(offsets_) + used(channel_means_);
-  report.metadata_bytes += used(resident_position_) + used(odds_) + used(window_square_) + used(window_steps_);
+  report.metadata_bytes +=
+      used(resident_position_) + used(odds_) + used(window_square_) + used(window_steps_);
   spare(host_);
   spare(resident_key_);
   spare(resident_value_);

@@ -24,16 +24,18 @@ struct AlignedAllocator {
   template <class U>
   explicit AlignedAllocator(const AlignedAllocator<U>&) {}
   T* allocate(std::size_t n) {
-    return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t{64}));
+    return static_cast<T*>(::operator new (n * sizeof(T), std::align_val_t{64}));
   }
-  void deallocate(T* p, std::size_t) noexcept { ::operator delete(p, std::align_val_t{64}); }
+  void deallocate(T* p, std::size_t) noexcept { ::operator delete (p, std::align_val_t{64}); }
   friend bool operator==(AlignedAllocator, AlignedAllocator) { return true; }
 };
 
 template <class T>
 using AlignedVector = std::vector<T, AlignedAllocator<T>>;
 
-constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) { return (n + unit - 1) / unit * unit; }
+constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
 
 // What is fixed for a layer.
 struct LayerShape {
@@ -46,11 +48,13 @@ struct LayerShape {
   std::vector<float> signs;  // of the rotation, 2 * key_dim
 
   std::int64_t row_elements() const { return config.key_dim + config.value_dim; }
-  std::int64_t row_bytes() const { return row_elements() * static_cast<std::int64_t>(size_bytes(storage)); }
+  std::int64_t row_bytes() const {
+    return row_elements() * static_cast<std::int64_t>(size_bytes(storage));
+  }
 };
 
-// Positions [0, compressed) have sketch and odds; of them only the drawn ones are resident. Positions
-// [compressed, tokens) are the local window: all resident.
+// Positions [0, compressed) have sketch and odds; of them only the drawn ones are resident.
+// Positions [compressed, tokens) are the local window: all resident.
 class HeadStore {
  public:
   std::int64_t tokens() const { return tokens_; }
@@ -82,10 +86,12 @@ class HeadStore {
 
   // Room to compress up to position `end`; afterwards compress of them cannot fail.
   void reserve_compress(const LayerShape& shape, std::int64_t end);
-  // Compresses positions [compressed, compressed + odds.size()) with these odds, drawing with `key`. scratch: key_dim floats.
+  // Compresses positions [compressed, compressed + odds.size()) with these odds, drawing with
+  // `key`. scratch: key_dim floats.
   void compress(const LayerShape& shape, std::span<const Positive16> odds, const DrawKey& key,
                 std::span<float> scratch) noexcept;
-  // The residents under another draw of the compressed part; take puts them in place of those that are there.
+  // The residents under another draw of the compressed part; take puts them in place of those that
+  // are there.
   struct Residents {
     AlignedVector<std::byte> key;
     AlignedVector<std::byte> value;
@@ -95,10 +101,11 @@ class HeadStore {
   Residents redraw(const LayerShape& shape, const DrawKey& key) const;
   void take(Residents&& residents) noexcept;
 
-  // Scores of the local window: adds the squares of the attention probabilities that a step gave to its tokens
-  // (square[i] summed over the query heads, for position compressed + i).
+  // Scores of the local window: adds the squares of the attention probabilities that a step gave to
+  // its tokens (square[i] summed over the query heads, for position compressed + i).
   void add_window_step(std::span<const float> square) noexcept;
-  // Root mean square probability of window token i (relative to the window's start); 0 if it was never attended.
+  // Root mean square probability of window token i (relative to the window's start); 0 if it was
+  // never attended.
   float window_score(std::int64_t i) const noexcept;
 
   void add_memory(const LayerShape& shape, MemoryReport& report) const;

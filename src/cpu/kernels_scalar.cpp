@@ -35,9 +35,12 @@ class LaneSum {
 float load(const Rows& rows, std::int64_t row, int j) {
   const std::int64_t at = row * rows.stride + j;
   switch (rows.type) {
-    case DType::f32: return static_cast<const float*>(rows.data)[at];
-    case DType::f16: return to_float(static_cast<const Half*>(rows.data)[at]);
-    case DType::bf16: return to_float(static_cast<const BFloat16*>(rows.data)[at]);
+    case DType::f32:
+      return static_cast<const float*>(rows.data)[at];
+    case DType::f16:
+      return to_float(static_cast<const Half*>(rows.data)[at]);
+    case DType::bf16:
+      return to_float(static_cast<const BFloat16*>(rows.data)[at]);
   }
   return 0;
 }
@@ -85,9 +88,9 @@ void sketch_logits(const SketchShape& shape, const SketchLevels& levels, const s
                                              static_cast<std::size_t>(shape.padded_dim()));
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int32_t dot = sketch_dot(shape, levels, codes, i, query);
-      const float logit =
-          sketch_logit(shape, dot, constants[h].query_sum, scale[i],
-                       offset != nullptr ? offset[i] : BFloat16{}, constants[h].factor, constants[h].shift);
+      const float logit = sketch_logit(shape, dot, constants[h].query_sum, scale[i],
+                                       offset != nullptr ? offset[i] : BFloat16{},
+                                       constants[h].factor, constants[h].shift);
       out[h * out_stride + i] = logit;
       if (odds[i].bits < kPositive16Infinity.bits && logit > out_largest[h]) out_largest[h] = logit;
     }
@@ -108,8 +111,8 @@ void weights(float* w, std::int64_t stride, const Positive16* odds, std::int64_t
   }
 }
 
-void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count, int heads,
-               const float* beta, double* out_weight, double* out_odds) {
+void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
+               int heads, const float* beta, double* out_weight, double* out_odds) {
   for (int h = 0; h < heads; ++h) {
     LaneSum weight, odd;
     for (std::int64_t i = 0; i < count; ++i) {
@@ -124,8 +127,8 @@ void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std:
   }
 }
 
-void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count, int heads,
-               const float* beta, double* out_variance, float* out_jump) {
+void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
+               int heads, const float* beta, double* out_variance, float* out_jump) {
   for (int h = 0; h < heads; ++h) {
     LaneSum variance;
     float jump = 0;
@@ -140,9 +143,10 @@ void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std:
   }
 }
 
-std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-                           int heads, const float* beta, const float* key_threshold,
-                           const float* weight_threshold, std::uint32_t* out, std::int64_t* out_planned) {
+std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16* odds,
+                           std::int64_t count, int heads, const float* beta,
+                           const float* key_threshold, const float* weight_threshold,
+                           std::uint32_t* out, std::int64_t* out_planned) {
   std::int64_t found = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     bool any = false;
@@ -159,7 +163,8 @@ std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16
   return found;
 }
 
-void plan_start(const float* w, const Positive16* odds, std::int64_t count, float beta, PlanArrays& plan) {
+void plan_start(const float* w, const Positive16* odds, std::int64_t count, float beta,
+                PlanArrays& plan) {
   plan.count = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     if (!(w[i] > 0)) continue;
@@ -196,8 +201,8 @@ void plan_tail_sums(const PlanArrays& plan, float threshold, float beta, double&
   out_variance = variance.total();
 }
 
-void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float beta_low, float beta_high,
-                  PlanBase& base) {
+void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float beta_low,
+                  float beta_high, PlanBase& base) {
   LaneSum in_weight, in_odds, out_variance;
   std::int64_t kept = 0;
   for (std::int64_t i = 0; i < plan.count; ++i) {
@@ -228,9 +233,9 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
 }  // namespace
 
 const Kernels& scalar_kernels() {
-  static constexpr Kernels kernels{"scalar",      dot_rows,      weighted_rows,  sketch_logits,
-                                   weights,       beta_sums,     tail_sums,      select_tokens,
-                                   plan_start,    plan_beta_sums, plan_tail_sums, plan_compact};
+  static constexpr Kernels kernels{"scalar",   dot_rows,       weighted_rows,  sketch_logits,
+                                   weights,    beta_sums,      tail_sums,      select_tokens,
+                                   plan_start, plan_beta_sums, plan_tail_sums, plan_compact};
   return kernels;
 }
 
