@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <mutex>
 #include <unordered_map>
 #include <utility>
 
@@ -24,6 +26,14 @@ constexpr int kMaxThreads = 1024;
 constexpr std::int64_t kWindowMetadataBytes =
     12;  // position and score of a token of the local window
 
+// Scales and caps are used in binary32.
+constexpr double kSmallestFactor = 1e-30;
+constexpr double kLargestFactor = 1e30;
+
+bool computable(double factor) {
+  return factor == 0 || (factor >= kSmallestFactor && factor <= kLargestFactor);
+}
+
 bool in_open_unit(double x) { return x > 0 && x < 1; }
 
 template <class... Args>
@@ -35,6 +45,12 @@ void check_rows(const char* what, const TensorView& view, std::int64_t heads, st
   if (view.tokens < 0) invalid("{}: {} tokens; the number cannot be negative", what, view.tokens);
   if (view.heads != heads) invalid("{}: {} heads given, the layer has {}", what, view.heads, heads);
   if (view.dim != dim) invalid("{}: head size {} given, the layer has {}", what, view.dim, dim);
+  if ((view.tokens > 1 && view.token_stride == 0) || (view.heads > 1 && view.head_stride == 0)) {
+    invalid(
+        "{}: strides of {} elements a token and {} a head for {} tokens and {} heads; 0 would make "
+        "rows share memory",
+        what, view.token_stride, view.head_stride, view.tokens, view.heads);
+  }
   if (view.tokens > 0 && view.data == nullptr)
     invalid("{}: null data for {} tokens", what, view.tokens);
 }
@@ -101,11 +117,13 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
     if (layer.value_dim < 1 || layer.value_dim > kMaxDim) {
       add("layer {}: value head size {}; 1 to {} are supported", i, layer.value_dim, kMaxDim);
     }
-    if (!std::isfinite(layer.scale) || layer.scale < 0) {
-      add("layer {}: scale {}; a positive number, or 0 for 1/sqrt(head size)", i, layer.scale);
+    if (!computable(layer.scale)) {
+      add("layer {}: scale {}; {} to {} are supported, or 0 for 1/sqrt(head size)", i, layer.scale,
+          kSmallestFactor, kLargestFactor);
     }
-    if (!std::isfinite(layer.soft_cap) || layer.soft_cap < 0) {
-      add("layer {}: soft cap {}; a positive number, or 0 for none", i, layer.soft_cap);
+    if (!computable(layer.soft_cap)) {
+      add("layer {}: soft cap {}; {} to {} are supported, or 0 for none", i, layer.soft_cap,
+          kSmallestFactor, kLargestFactor);
     }
     if (layer.window != 0) {
       add("layer {}: sliding window of {} tokens; only layers without a window are supported (set "
@@ -182,6 +200,8 @@ double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType st
 }
 
 struct KvCacheManager::Impl {
+  // Calls share the backend's threads and workspaces, so they take turns.
+  std::mutex mutex;
   struct Sequence {
     std::uint64_t last_batch = 0;  // finds a sequence that appears twice in one batch
   };
@@ -195,6 +215,8 @@ struct KvCacheManager::Impl {
   // Reports of a step when the caller wants none; sized whenever a sequence is created.
   std::vector<QueryHeadReport> query_reports;
   std::vector<KvHeadReport> kv_reports;
+
+  SequenceId create(std::uint64_t draw);
 
   Sequence& find(SequenceId id) {
     const auto it = sequences.find(id.value);
@@ -243,47 +265,57 @@ const CacheConfig& KvCacheManager::config() const { return impl_->config; }
 std::string KvCacheManager::description() const { return impl_->backend->description(); }
 
 SequenceId KvCacheManager::create_sequence() {
-  return create_sequence(static_cast<std::uint64_t>(impl_->next_sequence));
+  const std::lock_guard lock(impl_->mutex);
+  // From the top down, so that the small numbers which callers choose are not met.
+  return impl_->create(~static_cast<std::uint64_t>(impl_->next_sequence));
 }
 
 SequenceId KvCacheManager::create_sequence(std::uint64_t draw) {
-  const SequenceId id{impl_->next_sequence};
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->create(draw);
+}
+
+SequenceId KvCacheManager::Impl::create(std::uint64_t draw) {
+  const SequenceId id{next_sequence};
   std::int64_t query_heads = 0;
   std::int64_t kv_heads = 0;
-  for (const LayerConfig& layer : impl_->config.layers) {
+  for (const LayerConfig& layer : config.layers) {
     if (!layer.cached) continue;
     query_heads = std::max(query_heads, layer.query_heads);
     kv_heads = std::max(kv_heads, layer.kv_heads);
   }
-  const std::size_t rows = impl_->sequences.size() + 1;
-  if (impl_->query_reports.size() < rows * static_cast<std::size_t>(query_heads)) {
-    impl_->query_reports.resize(rows * static_cast<std::size_t>(query_heads));
-    impl_->kv_reports.resize(rows * static_cast<std::size_t>(kv_heads));
+  const std::size_t rows = sequences.size() + 1;
+  if (query_reports.size() < rows * static_cast<std::size_t>(query_heads)) {
+    query_reports.resize(rows * static_cast<std::size_t>(query_heads));
+    kv_reports.resize(rows * static_cast<std::size_t>(kv_heads));
   }
-  impl_->sequences.emplace(id.value, Impl::Sequence{});
+  sequences.emplace(id.value, Impl::Sequence{});
   try {
-    impl_->backend->create(id, draw);
+    backend->create(id, draw);
   } catch (...) {
-    impl_->sequences.erase(id.value);
+    sequences.erase(id.value);
     throw;
   }
-  ++impl_->next_sequence;
+  ++next_sequence;
   return id;
 }
 
 void KvCacheManager::erase(SequenceId sequence) {
+  const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   impl_->backend->release(sequence);
   impl_->sequences.erase(sequence.value);
 }
 
 std::int64_t KvCacheManager::tokens(SequenceId sequence, std::int64_t layer) const {
+  const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   impl_->layer(layer);
   return impl_->backend->tokens(sequence, layer);
 }
 
 std::int64_t KvCacheManager::compressed_tokens(SequenceId sequence, std::int64_t layer) const {
+  const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   impl_->layer(layer);
   return impl_->backend->compressed_tokens(sequence, layer);
@@ -291,6 +323,7 @@ std::int64_t KvCacheManager::compressed_tokens(SequenceId sequence, std::int64_t
 
 void KvCacheManager::append(SequenceId sequence, std::int64_t layer_index, const TensorView& keys,
                             const TensorView& values) {
+  const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   const LayerConfig& layer = impl_->layer(layer_index);
   check_rows("keys", keys, layer.kv_heads, layer.key_dim);
@@ -324,6 +357,7 @@ void KvCacheManager::append(SequenceId sequence, std::int64_t layer_index, const
 }
 
 void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceView> importance) {
+  const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   const CacheConfig& config = impl_->config;
   if (importance.size() != config.layers.size()) {
@@ -361,11 +395,13 @@ void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceVie
 }
 
 void KvCacheManager::redraw(SequenceId sequence, std::uint64_t draw) {
+  const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   impl_->backend->redraw(sequence, draw);
 }
 
 void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) {
+  const std::lock_guard lock(impl_->mutex);
   const LayerConfig& layer = impl_->layer(layer_index);
   const std::int64_t rows = static_cast<std::int64_t>(batch.sequences.size());
   check_rows("queries", batch.queries, layer.query_heads, layer.key_dim);
@@ -440,19 +476,25 @@ void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) 
   }
 }
 
-MemoryReport KvCacheManager::memory() const { return impl_->total(); }
+MemoryReport KvCacheManager::memory() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->total();
+}
 
 MemoryReport KvCacheManager::memory(SequenceId sequence) const {
+  const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   return impl_->backend->memory(sequence);
 }
 
 LayerStatistics KvCacheManager::statistics(std::int64_t layer) const {
+  const std::lock_guard lock(impl_->mutex);
   impl_->layer(layer);
   return impl_->statistics[static_cast<std::size_t>(layer)];
 }
 
 void KvCacheManager::reset_statistics() {
+  const std::lock_guard lock(impl_->mutex);
   std::fill(impl_->statistics.begin(), impl_->statistics.end(), LayerStatistics{});
 }
 

@@ -14,6 +14,7 @@
 #include <new>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <verkv/attention.hpp>
@@ -2636,4 +2637,66 @@ TEST_CASE("The check of independence rejects a plan that peeks at the draw") {
     }
     CHECK(equal == !peeks);
   }
+}
+
+TEST_CASE("Calls from several threads take turns") {
+  CacheConfig config;
+  config.layers = {LayerConfig{.kv_heads = 1, .query_heads = 2, .key_dim = 16, .value_dim = 16}};
+  config.threads = 2;
+  config.chunk_tokens = 8;
+  const auto cache = verkv::make_cpu_cache(config);
+  const std::vector<float> rows(400 * 16, 0.25f);
+  const std::vector<float> scores(400, 1.0f);
+  const auto life = [&](std::uint64_t draw) {
+    const verkv::SequenceId id = cache->create_sequence(draw);
+    const auto view = [&](std::int64_t tokens) {
+      return verkv::token_major(rows.data(), DType::f32, tokens, 1, 16);
+    };
+    cache->append(id, 0, view(400), view(400));
+    const verkv::ImportanceView importance{scores.data(), 1, 400, 400};
+    cache->compress(id, std::span(&importance, 1));
+    std::vector<float> output(32);
+    for (int step = 0; step < 60; ++step) {
+      cache->append(id, 0, view(1), view(1));
+      verkv::AttendBatch batch;
+      batch.sequences = std::span(&id, 1);
+      batch.queries = verkv::token_major(rows.data(), DType::f32, 1, 2, 16);
+      batch.output = output.data();
+      cache->attend(0, batch);
+    }
+    return output;
+  };
+  const std::vector<float> alone = life(7);
+  std::vector<std::vector<float>> result(3);
+  std::vector<std::thread> threads;
+  for (std::vector<float>& one : result) threads.emplace_back([&] { one = life(7); });
+  for (std::thread& thread : threads) thread.join();
+  for (const std::vector<float>& one : result) CHECK(one == alone);
+}
+
+TEST_CASE("What a forgotten stride or a number beyond binary32 would do is refused") {
+  CacheConfig config;
+  config.layers = {LayerConfig{.kv_heads = 2, .query_heads = 2, .key_dim = 16, .value_dim = 16}};
+  const auto cache = verkv::make_cpu_cache(config);
+  const verkv::SequenceId id = cache->create_sequence();
+  const std::vector<float> rows(4 * 2 * 16, 0.5f);
+  const verkv::TensorView good = verkv::token_major(rows.data(), DType::f32, 4, 2, 16);
+  for (const bool token : {true, false}) {
+    verkv::TensorView bad = good;
+    (token ? bad.token_stride : bad.head_stride) = 0;
+    CHECK_THROWS_AS(cache->append(id, 0, bad, good), verkv::InvalidArgument);
+    CHECK_THROWS_AS(cache->append(id, 0, good, bad), verkv::InvalidArgument);
+  }
+  CHECK(cache->tokens(id, 0) == 0);
+  for (const double factor : {1e-60, 1e300, -1.0}) {
+    CacheConfig wrong = config;
+    wrong.layers[0].scale = factor;
+    CHECK_THROWS_AS(verkv::make_cpu_cache(wrong), verkv::InvalidArgument);
+    wrong = config;
+    wrong.layers[0].soft_cap = factor;
+    CHECK_THROWS_AS(verkv::make_cpu_cache(wrong), verkv::InvalidArgument);
+  }
+  CacheConfig wrong = config;
+  wrong.threads = -5;
+  CHECK_THROWS_AS(verkv::make_cpu_cache(wrong), verkv::InvalidArgument);
 }

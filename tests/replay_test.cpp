@@ -475,16 +475,21 @@ TEST_CASE("a JSON file is written whole or not at all", "[replay]") {
   std::string text;
   std::getline(in, text);
   CHECK(text == "new text");
-  CHECK_NOTHROW(check_writable(file.path()));
+  CHECK_NOTHROW(check_writable(file.path(), "recording"));
   // Nothing is left beside it.
   const std::filesystem::path path = file.path();
   for (const auto& entry : std::filesystem::directory_iterator(path.parent_path())) {
     const std::string name = entry.path().filename().string();
     CHECK((name == path.filename().string() || name.rfind(path.filename().string(), 0) != 0));
   }
-  CHECK(contains(usage_error([] { check_writable("/nonexistent/folder/out.json"); }),
+  CHECK(contains(usage_error([] { check_writable("/nonexistent/folder/out.json", "recording"); }),
                  "/nonexistent/folder/out.json"));
-  CHECK(contains(usage_error([&] { check_writable(path.parent_path().string()); }), "directory"));
+  CHECK(contains(usage_error([&] { check_writable(path.parent_path().string(), "recording"); }),
+                 "directory"));
+  // Renaming the report over these would destroy them.
+  CHECK(contains(usage_error([] { check_writable("/dev/null", "recording"); }), "regular file"));
+  CHECK(
+      contains(usage_error([&] { check_writable(file.path(), file.path()); }), "recording itself"));
   CHECK_THROWS_AS(write_file("/nonexistent/folder/out.json", "x"), verkv::Error);
 }
 

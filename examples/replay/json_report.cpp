@@ -184,10 +184,16 @@ std::string json_report(const RecordedCache& cache, const Options& options,
   return report.dump(1, ' ', true, Json::error_handler_t::replace) + "\n";
 }
 
-void check_writable(const std::string& path) {
+void check_writable(const std::string& path, const std::string& recording) {
   std::error_code error;
   if (std::filesystem::is_directory(path, error))
     throw UsageError(fmt::format("--json {}: is a directory", path));
+  if (std::filesystem::equivalent(path, recording, error))
+    throw UsageError(fmt::format("--json {}: is the recording itself", path));
+  // The report is renamed over its target, which must not be a link or a device.
+  const auto status = std::filesystem::symlink_status(path, error);
+  if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status))
+    throw UsageError(fmt::format("--json {}: exists and is not a regular file", path));
   const std::string temporary = temporary_name(path);
   const File file(std::fopen(temporary.c_str(), "wb"));
   if (!file)

@@ -14,7 +14,7 @@ std::string json_report(const RecordedCache& cache, const Options& options,
                         const Measurement& measurement);
 
 // Throws UsageError if no file can be written at `path`. Leaves nothing behind.
-void check_writable(const std::string& path);
+void check_writable(const std::string& path, const std::string& recording);
 // Writes beside `path` and renames, so that `path` is never half-written. Throws verkv::Error.
 void write_file(const std::string& path, const std::string& text);
 

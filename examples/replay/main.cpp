@@ -59,7 +59,7 @@ class ProgressLine {
 };
 
 void replay(const Options& options) {
-  if (!options.json.empty()) check_writable(options.json);
+  if (!options.json.empty()) check_writable(options.json, options.file);
   const verkv::RecordedCache cache = verkv::RecordedCache::load(options.file);
   const std::vector<Method> methods = select_methods(options, cache);
   fmt::print("{}", heading(cache, options, methods));
@@ -81,6 +81,7 @@ void replay(const Options& options) {
   fmt::print("{:.1f} s on {} thread{}{}\n", seconds, measurement.threads,
              measurement.threads == 1 ? "" : "s",
              options.json.empty() ? "" : "; rows of all layers in " + options.json);
+  if (std::fflush(stdout) != 0) throw verkv::Error("the table could not be written to the output");
 }
 
 }  // namespace

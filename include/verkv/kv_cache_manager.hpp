@@ -7,9 +7,8 @@
 //   cache->attend(layer, batch);                       // verify, fetch what is needed, attend
 //
 // Everything that throws leaves the cache as it was. Keys are given as the model attends to them
-// (after RoPE). Threads: one writer per sequence at a time; attend on different layers or disjoint
-// sequences must not overlap with each other (the manager owns one workspace); calls block until
-// done.
+// (after RoPE). Threads: any thread may call;
+// calls to one manager take turns and block until done.
 #ifndef VERKV_KV_CACHE_MANAGER_HPP
 #define VERKV_KV_CACHE_MANAGER_HPP
 
@@ -82,10 +81,11 @@ struct CacheConfig {
       128;  // tokens compressed at a time during decode; 0: only when compress is called
   SketchConfig sketch;
   FetchConfig fetch;
-  std::uint64_t seed = 0;             // of the draws and of the sketch's rotation
-  int threads = 0;                    // 0: one per hardware thread. Results do not depend on it.
-  bool vector_code = true;            // false: the scalar reference kernels
-  std::int64_t fast_bytes_limit = 0;  // of residents, sketch and metadata of all sequences; 0: none
+  std::uint64_t seed = 0;   // of the draws and of the sketch's rotation
+  int threads = 0;          // 0: one per hardware thread. Results do not depend on it.
+  bool vector_code = true;  // false: the scalar reference kernels
+  std::int64_t fast_bytes_limit =
+      0;  // of residents, sketch and metadata, checked by append; 0: none
   std::int64_t host_bytes_limit = 0;  // of the host tier; 0: none
 };
 

@@ -168,7 +168,8 @@ class CpuBackend final : public Backend {
                   view.data + static_cast<std::int64_t>(h) * view.head_stride, plans);
       }
     }
-    run_compression(sequence, plans, config_.pool, true);
+    solve_pools(sequence, plans, config_.pool, true);
+    run_compression(sequence, plans);
     for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
       if (compressible(layer)) sequence.compressed_before[layer] = true;
     }
@@ -285,8 +286,8 @@ class CpuBackend final : public Backend {
   // Solves inclusion over the pools, then compresses. Only the first part can fail. `pays_window`:
   // the budget of what has not been compressed yet includes the local window (paid once, at the
   // first compression).
-  void run_compression(Sequence& sequence, std::vector<HeadPlan>& plans, Pool pool,
-                       bool pays_window) {
+  void solve_pools(const Sequence& sequence, std::vector<HeadPlan>& plans, Pool pool,
+                   bool pays_window) const {
     for (std::size_t begin = 0; begin < plans.size();) {
       std::size_t end = begin + 1;
       while (end < plans.size() && pool != Pool::head &&
@@ -296,8 +297,12 @@ class CpuBackend final : public Backend {
       solve_pool(sequence, std::span(plans).subspan(begin, end - begin), pays_window);
       begin = end;
     }
+  }
+
+  // Compresses by solved plans, one a head. May fail only before anything has changed.
+  void run_compression(Sequence& sequence, const std::vector<HeadPlan>& plans) {
     std::int64_t largest_dim = 0;
-    for (HeadPlan& plan : plans) {
+    for (const HeadPlan& plan : plans) {
       HeadStore& store = sequence.layers[plan.layer][plan.head];
       const std::int64_t end = plan.begin + static_cast<std::int64_t>(plan.odds.size());
       store.reserve_compress(shapes_[plan.layer], end);
@@ -368,23 +373,34 @@ class CpuBackend final : public Backend {
   void compress_outgrown_window(Sequence& sequence, std::size_t layer) {
     if (config_.chunk_tokens == 0 || config_.keep >= 1) return;
     std::vector<HeadStore>& heads = sequence.layers[layer];
-    for (;;) {
-      const std::int64_t compressed = heads.front().compressed();
-      const std::int64_t window = heads.front().tokens() - compressed;
-      if (window - config_.local_tokens < config_.chunk_tokens) return;
-      const std::size_t chunk = static_cast<std::size_t>(config_.chunk_tokens);
-      std::vector<float> score(heads.size() * chunk);
-      std::vector<HeadPlan> plans;
-      for (std::size_t h = 0; h < heads.size(); ++h) {
-        for (std::size_t i = 0; i < chunk; ++i) {
-          score[h * chunk + i] = heads[h].window_score(static_cast<std::int64_t>(i));
-        }
-        plan_head(sequence, layer, h, compressed + config_.chunk_tokens, score.data() + h * chunk,
-                  plans);
-      }
-      run_compression(sequence, plans, config_.pool == Pool::head ? Pool::head : Pool::layer,
-                      false);
+    const std::int64_t compressed = heads.front().compressed();
+    const std::int64_t outgrown = heads.front().tokens() - compressed - config_.local_tokens;
+    if (outgrown < config_.chunk_tokens) return;
+    // Each chunk has its own budget, but the window is rebuilt once: an append may bring many
+    // chunks.
+    std::vector<HeadPlan> whole(heads.size());
+    std::vector<std::vector<float>> score(heads.size());
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      whole[h].layer = layer;
+      whole[h].head = h;
+      whole[h].begin = compressed;
+      for (std::int64_t i = 0; i < outgrown; ++i) score[h].push_back(heads[h].window_score(i));
     }
+    for (std::int64_t at = 0; at + config_.chunk_tokens <= outgrown; at += config_.chunk_tokens) {
+      std::vector<HeadPlan> plans(heads.size());
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        plans[h].layer = layer;
+        plans[h].head = h;
+        plans[h].begin = compressed + at;
+        plans[h].importance = score[h].data() + at;
+        plans[h].odds.assign(static_cast<std::size_t>(config_.chunk_tokens), Positive16{});
+      }
+      solve_pools(sequence, plans, config_.pool == Pool::head ? Pool::head : Pool::layer, false);
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        whole[h].odds.insert(whole[h].odds.end(), plans[h].odds.begin(), plans[h].odds.end());
+      }
+    }
+    run_compression(sequence, whole);
   }
 
   CacheConfig config_;
