@@ -63,19 +63,6 @@ std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 }  // namespace
 
-float load_element(const Rows& rows, std::int64_t row, std::int64_t j) {
-  const std::int64_t at = row * rows.stride + j;
-  switch (rows.type) {
-    case DType::f32:
-      return static_cast<const float*>(rows.data)[at];
-    case DType::f16:
-      return to_float(static_cast<const Half*>(rows.data)[at]);
-    case DType::bf16:
-      return to_float(static_cast<const BFloat16*>(rows.data)[at]);
-  }
-  return 0;
-}
-
 Rows HeadStore::host_keys(const LayerShape& shape) const {
   return {host_.data(), shape.storage, shape.row_elements(),
           static_cast<int>(shape.config.key_dim)};

@@ -129,9 +129,6 @@ class HeadStore {
   std::vector<std::uint32_t> window_steps_;
 };
 
-// Coordinate j of a stored row.
-float load_element(const Rows& rows, std::int64_t row, std::int64_t j);
-
 }  // namespace verkv::cpu
 
 #endif  // VERKV_SRC_CPU_HEAD_STORE_HPP

@@ -44,6 +44,20 @@ struct Rows {
   int dim = 0;
 };
 
+// Coordinate j of a row.
+inline float load_element(const Rows& rows, std::int64_t row, std::int64_t j) {
+  const std::int64_t at = row * rows.stride + j;
+  switch (rows.type) {
+    case DType::f32:
+      return static_cast<const float*>(rows.data)[at];
+    case DType::f16:
+      return to_float(static_cast<const Half*>(rows.data)[at]);
+    case DType::bf16:
+      return to_float(static_cast<const BFloat16*>(rows.data)[at]);
+  }
+  return 0;
+}
+
 // Per query head constants of sketch_logits.
 struct HeadConstants {
   std::int32_t query_sum = 0;

@@ -32,19 +32,6 @@ class LaneSum {
   double total_ = 0;
 };
 
-float load(const Rows& rows, std::int64_t row, int j) {
-  const std::int64_t at = row * rows.stride + j;
-  switch (rows.type) {
-    case DType::f32:
-      return static_cast<const float*>(rows.data)[at];
-    case DType::f16:
-      return to_float(static_cast<const Half*>(rows.data)[at]);
-    case DType::bf16:
-      return to_float(static_cast<const BFloat16*>(rows.data)[at]);
-  }
-  return 0;
-}
-
 void dot_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* q,
               int heads, std::int64_t q_stride, float* out, std::int64_t out_stride) {
   for (std::int64_t i = 0; i < count; ++i) {
@@ -52,7 +39,8 @@ void dot_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, 
     for (int h = 0; h < heads; ++h) {
       float lane[kLanes] = {};
       for (int j = 0; j < rows.dim; ++j) {
-        lane[j % kLanes] = std::fma(load(rows, row, j), q[h * q_stride + j], lane[j % kLanes]);
+        lane[j % kLanes] =
+            std::fma(load_element(rows, row, j), q[h * q_stride + j], lane[j % kLanes]);
       }
       out[h * out_stride + i] = fold16(lane);
     }
@@ -69,7 +57,7 @@ void weighted_rows(const Rows& rows, const std::uint32_t* index, std::int64_t co
         float sum = 0;
         for (std::int64_t i = begin; i < end; ++i) {
           const std::int64_t row = index != nullptr ? index[i] : i;
-          sum = std::fma(c[h * c_stride + i], load(rows, row, j), sum);
+          sum = std::fma(c[h * c_stride + i], load_element(rows, row, j), sum);
         }
         out[h * out_stride + j] += sum;
       }
