@@ -1,17 +1,11 @@
 #include "json_report.hpp"
 
-#include <cerrno>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <filesystem>
-#include <memory>
-#include <system_error>
-
-#include <unistd.h>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
+
+#include "../common/output_file.hpp"
 
 namespace verkv::replay {
 
@@ -136,16 +130,6 @@ Json row_json(const Row& row) {
   return json;
 }
 
-// A file of this process beside the one that is meant.
-std::string temporary_name(const std::string& path) {
-  return fmt::format("{}.{}.tmp", path, ::getpid());
-}
-
-struct CloseFile {
-  void operator()(std::FILE* file) const { std::fclose(file); }
-};
-using File = std::unique_ptr<std::FILE, CloseFile>;
-
 }  // namespace
 
 std::string json_report(const RecordedCache& cache, const Options& options,
@@ -185,34 +169,18 @@ std::string json_report(const RecordedCache& cache, const Options& options,
 }
 
 void check_writable(const std::string& path, const std::string& recording) {
-  std::error_code error;
-  if (std::filesystem::is_directory(path, error))
-    throw UsageError(fmt::format("--json {}: is a directory", path));
-  if (std::filesystem::equivalent(path, recording, error))
-    throw UsageError(fmt::format("--json {}: is the recording itself", path));
-  // The report is renamed over its target, which must not be a link or a device.
-  const auto status = std::filesystem::symlink_status(path, error);
-  if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status))
-    throw UsageError(fmt::format("--json {}: exists and is not a regular file", path));
-  const std::string temporary = temporary_name(path);
-  const File file(std::fopen(temporary.c_str(), "wb"));
-  if (!file)
-    throw UsageError(fmt::format("--json {}: cannot be written: {}", path, std::strerror(errno)));
-  std::filesystem::remove(temporary, error);
+  try {
+    examples::check_writable(path, recording, "recording");
+  } catch (const examples::OutputFileError& error) {
+    throw UsageError(fmt::format("--json {}", error.what()));
+  }
 }
 
 void write_file(const std::string& path, const std::string& text) {
-  const std::string temporary = temporary_name(path);
-  File file(std::fopen(temporary.c_str(), "wb"));
-  bool good = file && std::fwrite(text.data(), 1, text.size(), file.get()) == text.size() &&
-              std::fflush(file.get()) == 0 && ::fsync(::fileno(file.get())) == 0;
-  std::error_code error(good ? 0 : errno, std::generic_category());
-  file.reset();
-  if (good) std::filesystem::rename(temporary, path, error);
-  if (error) {
-    const std::string reason = error.message();
-    std::filesystem::remove(temporary, error);
-    throw Error(fmt::format("--json {}: cannot be written: {}", path, reason));
+  try {
+    examples::write_file(path, text);
+  } catch (const examples::OutputFileError& error) {
+    throw Error(fmt::format("--json {}", error.what()));
   }
 }
 

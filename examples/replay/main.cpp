@@ -3,16 +3,17 @@
 // the library is in measure.cpp: the calls an engine would make (create, append, compress, attend),
 // and the report that comes back.
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include <unistd.h>
-
 #include <fmt/format.h>
 
+#include "../common/progress.hpp"
 #include "json_report.hpp"
 #include "measure.hpp"
 #include "options.hpp"
@@ -21,42 +22,6 @@
 namespace {
 
 using namespace verkv::replay;
-
-// One line that is redrawn on a terminal; now and then a line elsewhere.
-class ProgressLine {
- public:
-  explicit ProgressLine(const std::vector<Method>& methods)
-      : methods_(methods), terminal_(::isatty(::fileno(stderr)) != 0) {
-    if (terminal_) fmt::print(stderr, "dense reference in double ...");
-  }
-
-  ~ProgressLine() {
-    if (terminal_) fmt::print(stderr, "\r\033[K");
-  }
-
-  void operator()(std::int64_t done, std::int64_t total, std::size_t method) {
-    const auto now = std::chrono::steady_clock::now();
-    if (now - last_ < (terminal_ ? std::chrono::milliseconds(100) : std::chrono::seconds(5)))
-      return;
-    last_ = now;
-    std::string text =
-        fmt::format("method {} of {} ({} {})", method + 1, methods_.size(),
-                    rate_label(methods_[method].config.keep), methods_[method].label);
-    if (done > 0) {
-      const double spent = std::chrono::duration<double>(now - begin_).count();
-      text += fmt::format(", {} % done, {:.0f} s left", 100 * done / total,
-                          spent * static_cast<double>(total - done) / static_cast<double>(done));
-    }
-    fmt::print(stderr, "{}{}{}", terminal_ ? "\r\033[K" : "", text, terminal_ ? "" : "\n");
-    std::fflush(stderr);
-  }
-
- private:
-  const std::vector<Method>& methods_;
-  bool terminal_;
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-  std::chrono::steady_clock::time_point last_ = begin_;
-};
 
 void replay(const Options& options) {
   if (!options.json.empty()) check_writable(options.json, options.file);
@@ -67,11 +32,19 @@ void replay(const Options& options) {
   const auto begin = std::chrono::steady_clock::now();
   Measurement measurement;
   {
-    ProgressLine line(methods);
-    measurement = measure(cache, options, methods,
-                          [&line](std::int64_t done, std::int64_t total, std::size_t method) {
-                            line(done, total, method);
-                          });
+    std::optional<verkv::examples::ProgressLine> line;
+    line.emplace(0, "dense reference in double ...");
+    bool first = true;
+    measurement = measure(
+        cache, options, methods, [&](std::int64_t done, std::int64_t total, std::size_t method) {
+          const std::string text =
+              fmt::format("method {} of {} ({} {})", method + 1, methods.size(),
+                          rate_label(methods[method].config.keep), methods[method].label);
+          // The work is only known, and its time only counts, from here on.
+          if (first) line.emplace(total, text);
+          first = false;
+          line->update(done, text);
+        });
   }
   if (!options.json.empty()) write_file(options.json, json_report(cache, options, measurement));
   const double seconds =
