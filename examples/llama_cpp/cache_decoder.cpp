@@ -1,0 +1,120 @@
+#include "cache_decoder.hpp"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+namespace verkv::llm {
+
+CacheConfig with_layers(CacheConfig config, const std::vector<AttentionLayer>& layers) {
+  config.layers.clear();
+  for (const AttentionLayer& layer : layers) {
+    LayerConfig shape;
+    shape.kv_heads = layer.kv_heads;
+    shape.query_heads = layer.query_heads;
+    shape.key_dim = layer.key_dim;
+    shape.value_dim = layer.value_dim;
+    shape.scale = layer.scale;
+    shape.soft_cap = layer.soft_cap;
+    shape.global_layer = layer.index;
+    config.layers.push_back(shape);
+  }
+  return config;
+}
+
+CacheDecoder::CacheDecoder(const Prompt& prompt, CacheConfig config, Score score,
+                           std::uint64_t draw) {
+  std::vector<AttentionLayer> shapes;
+  for (const PromptLayer& layer : prompt.layers) {
+    places_.emplace(layer.shape.index, static_cast<std::int64_t>(shapes.size()));
+    shapes.push_back(layer.shape);
+  }
+  cache_ = make_cpu_cache(with_layers(std::move(config), shapes));
+  sequence_ = cache_->create_sequence(draw);
+
+  const auto tokens = static_cast<std::int64_t>(prompt.tokens.size());
+  std::vector<ImportanceView> importance;
+  for (std::size_t i = 0; i < prompt.layers.size(); ++i) {
+    const PromptLayer& layer = prompt.layers[i];
+    const AttentionLayer& shape = layer.shape;
+    cache_->append(
+        sequence_, static_cast<std::int64_t>(i),
+        token_major(layer.keys.data(), DType::f16, tokens, shape.kv_heads, shape.key_dim),
+        token_major(layer.values.data(), DType::f16, tokens, shape.kv_heads, shape.value_dim));
+    const auto scores = layer.scores.find(score);
+    if (scores == layer.scores.end()) {
+      throw InvalidArgument(
+          fmt::format("layer {} of the prompt has no score {}", shape.index, name(score)));
+    }
+    importance.push_back({scores->second.data(), shape.kv_heads, tokens, tokens});
+  }
+  cache_->compress(sequence_, importance);
+}
+
+bool CacheDecoder::attention(const LayerCall& call, std::span<float> output) {
+  const AttentionLayer& shape = *call.layer;
+  const auto place = places_.find(shape.index);
+  if (place == places_.end()) return false;
+  query_reports_.resize(static_cast<std::size_t>(shape.query_heads));
+  const std::int64_t query_row = shape.query_heads * shape.key_dim;
+  const std::int64_t key_row = shape.kv_heads * shape.key_dim;
+  const std::int64_t value_row = shape.kv_heads * shape.value_dim;
+  for (std::int64_t t = 0; t < call.tokens; ++t) {
+    // A token attends to itself, so it goes in first.
+    cache_->append(
+        sequence_, place->second,
+        token_major(call.keys + t * key_row, DType::f32, 1, shape.kv_heads, shape.key_dim),
+        token_major(call.values + t * value_row, DType::f32, 1, shape.kv_heads, shape.value_dim));
+    AttendBatch batch;
+    batch.sequences = {&sequence_, 1};
+    batch.queries =
+        token_major(call.queries + t * query_row, DType::f32, 1, shape.query_heads, shape.key_dim);
+    batch.output = output.data() + t * shape.query_heads * shape.value_dim;
+    batch.query_reports = query_reports_;
+    cache_->attend(place->second, batch);
+    for (const QueryHeadReport& report : query_reports_) certificates_.push_back(report.epsilon);
+  }
+  if (disturbance_ > 0) {
+    for (std::size_t i = 0; i < output.size(); i += disturbance_) output[i] = 0;
+  }
+  return true;
+}
+
+DecodeCost CacheDecoder::cost() const {
+  LayerStatistics sum;
+  double bytes = 0;
+  for (const auto& [layer, place] : places_) {
+    const LayerStatistics one = cache_->statistics(place);
+    sum.steps = std::max(sum.steps, one.steps);
+    sum.decisions += one.decisions;
+    sum.certified += one.certified;
+    sum.fetching += one.fetching;
+    sum.moved_tokens += one.moved_tokens;
+    sum.moved_bytes += one.moved_bytes;
+    sum.cached_tokens += one.cached_tokens;
+    sum.resident_tokens += one.resident_tokens;
+    const LayerConfig& shape = cache_->config().layers[static_cast<std::size_t>(place)];
+    bytes += static_cast<double>(cache_->tokens(sequence_, place) * shape.kv_heads *
+                                 (shape.key_dim + shape.value_dim)) *
+             static_cast<double>(size_bytes(cache_->config().storage));
+  }
+  std::int64_t kv_heads = 0;
+  for (const LayerConfig& shape : cache_->config().layers) kv_heads += shape.kv_heads;
+  const double steps = static_cast<double>(std::max<std::int64_t>(1, sum.steps));
+  const double decisions = static_cast<double>(std::max<std::int64_t>(1, sum.decisions));
+  const double held = static_cast<double>(std::max<std::int64_t>(1, sum.cached_tokens));
+  DecodeCost cost;
+  cost.resident_fraction = static_cast<double>(sum.resident_tokens) / held;
+  cost.fetching_share = static_cast<double>(sum.fetching) / decisions;
+  cost.certified_share = static_cast<double>(sum.certified) / decisions;
+  cost.moved_fraction = static_cast<double>(sum.moved_tokens) / held;
+  cost.moved_tokens =
+      static_cast<double>(sum.moved_tokens) / (steps * static_cast<double>(kv_heads));
+  cost.moved_bytes = static_cast<double>(sum.moved_bytes) / steps;
+  cost.read_fraction = cost.resident_fraction + cost.moved_fraction;
+  cost.fast_bytes = static_cast<double>(cache_->memory(sequence_).fast_bytes());
+  cost.cache_bytes = bytes;
+  return cost;
+}
+
+}  // namespace verkv::llm

@@ -1,0 +1,153 @@
+#include "generate.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+
+#include <fmt/format.h>
+
+#include "../common/progress.hpp"
+#include "../common/statistics.hpp"
+#include "cache_decoder.hpp"
+#include "distribution.hpp"
+
+namespace verkv::llm {
+
+std::vector<Token> continue_greedily(Engine& engine, const AttentionHook& hook,
+                                     AttentionVisitor* visitor, std::span<const Token> first,
+                                     std::int64_t most, const TokenListener& listener) {
+  std::vector<Token> answer;
+  const auto decode = [&](std::span<const Token> tokens) {
+    if (visitor != nullptr) {
+      hook.decode(engine, tokens, *visitor, nullptr);
+    } else {
+      engine.decode(tokens, nullptr, nullptr);
+    }
+  };
+  decode(first);
+  while (static_cast<std::int64_t>(answer.size()) < most) {
+    const auto next = static_cast<Token>(largest(engine.last_logits()));
+    if (engine.ends(next)) break;
+    answer.push_back(next);
+    if (!listener(next) || static_cast<std::int64_t>(answer.size()) == most) break;
+    decode({&answer.back(), 1});
+  }
+  return answer;
+}
+
+namespace {
+
+struct Timer {
+  std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+  double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+};
+
+}  // namespace
+
+void generate(Engine& engine, const AttentionHook& hook, const GenerateOptions& options) {
+  std::vector<Token> prompt;
+  std::vector<Token> question;
+  if (options.chat) {
+    const std::string text = engine.chat_prompt(options.prompt + options.question);
+    if (text.empty()) {
+      throw EngineError(
+          fmt::format("{} brings no form for a user's turn that llama.cpp knows; "
+                      "leave --chat away",
+                      engine.model_name()));
+    }
+    // The question and what the form puts behind it go through the cache.
+    const std::size_t cut =
+        text.rfind(options.question) == std::string::npos || options.question.empty()
+            ? text.size()
+            : text.rfind(options.question);
+    prompt = engine.tokenize(std::string_view(text).substr(0, cut), true, true);
+    question = engine.tokenize(std::string_view(text).substr(cut), false, true);
+  } else {
+    prompt = engine.tokenize(options.prompt, true);
+    question = engine.tokenize(options.question, false);
+  }
+  const CacheConfig& config = options.method.config;
+  const std::int64_t least = config.sink_tokens + config.local_tokens + 2;
+  if (static_cast<std::int64_t>(prompt.size()) < least) {
+    throw EngineError(fmt::format(
+        "the prompt has {} tokens; {} sinks and a local window of {} need a prompt of at least {}",
+        prompt.size(), config.sink_tokens, config.local_tokens, least));
+  }
+  if (question.empty()) {
+    // Something must go through the cache before the first new token.
+    question.push_back(prompt.back());
+    prompt.pop_back();
+  }
+  const auto held = static_cast<std::int64_t>(prompt.size());
+  PromptOptions reading;
+  reading.scores = {options.method.score};
+  reading.gate = options.gate;
+  const std::int64_t room = std::max(scoring_tokens(engine, held, reading),
+                                     static_cast<std::int64_t>(question.size()) + options.tokens);
+  if (held + room > engine.context_tokens()) {
+    throw EngineError(
+        fmt::format("a prompt of {} tokens and {} more for scoring and answering do "
+                    "not fit the context of {} tokens",
+                    held, room, engine.context_tokens()));
+  }
+
+  Prompt read;
+  {
+    examples::ProgressLine line(2 * held, "reading the prompt");
+    read = read_prompt(engine, hook, prompt, reading, [&line](std::int64_t done, std::int64_t) {
+      line.update(done, "reading the prompt");
+    });
+  }
+  fmt::print("prompt: {} tokens, read in {:.1f} s, scored ({}) in {:.1f} s\n", held,
+             read.seconds_prefill, name(options.method.score), read.seconds_scores);
+
+  const auto show = [&engine](Token token) {
+    const std::string text = engine.piece(token);
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    std::fflush(stdout);
+    return true;
+  };
+  fmt::print("\n--- dense ---\n");
+  std::fflush(stdout);
+  const Timer dense_timer;
+  const std::vector<Token> dense =
+      continue_greedily(engine, hook, nullptr, question, options.tokens, show);
+  const double dense_seconds = dense_timer.seconds();
+  engine.truncate(held);
+  const bool all_replaced = read.layers.size() == static_cast<std::size_t>(engine.layers());
+  if (all_replaced) engine.forget();
+
+  fmt::print("\n\n--- VERKV, {} of {} layers{} ---\n", read.layers.size(), engine.layers(),
+             all_replaced ? ", the engine's own cache emptied" : "");
+  std::fflush(stdout);
+  CacheDecoder decoder(read, config, options.method.score, options.draw);
+  const Timer timer;
+  const std::vector<Token> ours =
+      continue_greedily(engine, hook, &decoder, question, options.tokens, show);
+  const double seconds = timer.seconds();
+
+  const auto same = static_cast<std::size_t>(
+      std::mismatch(dense.begin(), dense.end(), ours.begin(), ours.end()).first - dense.begin());
+  const DecodeCost cost = decoder.cost();
+  std::vector<double> certificates = decoder.certificates();
+  fmt::print("\n\n{} and {} tokens in {:.1f} and {:.1f} s; {}\n", dense.size(), ours.size(),
+             dense_seconds, seconds,
+             same == dense.size() && same == ours.size()
+                 ? "the texts are the same"
+                 : fmt::format("the texts are the same for {} tokens", same));
+  fmt::print(
+      "resident {:.2f} % of the tokens; {:.2f} % of {:.1f} MB on the fast tier with sketch "
+      "and metadata\n",
+      100 * cost.resident_fraction, 100 * cost.fast_bytes / cost.cache_bytes,
+      cost.cache_bytes / 1e6);
+  fmt::print(
+      "moved {:.3f} % of the cache per step ({:.1f} kB), read {:.2f} %; {:.1f} % of the "
+      "decisions fetched, {:.1f} % certified; bound reached: median {:.3f}, 95 % {:.3f}\n",
+      100 * cost.moved_fraction, cost.moved_bytes / 1e3, 100 * cost.read_fraction,
+      100 * cost.fetching_share, 100 * cost.certified_share, examples::quantile(certificates, 0.5),
+      examples::quantile(certificates, 0.95));
+}
+
+}  // namespace verkv::llm
