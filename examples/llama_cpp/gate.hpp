@@ -23,8 +23,8 @@ class Gate {
   // another shape.
   static Gate load(const std::string& path, const AttentionHook& hook);
 
-  // exp(weight . hidden + bias), its logarithm kept within 40 of 0: the score that is imitated in its
-  // logarithm. Throws EngineError where the layer or the width of `hidden` is not the gate's.
+  // exp(weight . hidden + bias), its logarithm kept within 40 of 0: the score that is imitated in
+  // its logarithm. Throws EngineError where the layer or the width of `hidden` is not the gate's.
   float score(std::int64_t layer, std::int64_t kv_head, std::span<const float> hidden) const;
 
  private:
