@@ -50,12 +50,6 @@ class Log {
   std::string error_;
 };
 
-std::string metadata(const llama_model* model, const char* key) {
-  std::array<char, 256> text{};
-  return llama_model_meta_val_str(model, key, text.data(), text.size()) < 0 ? std::string()
-                                                                            : text.data();
-}
-
 struct FreeModel {
   void operator()(llama_model* model) const { llama_model_free(model); }
 };
@@ -181,8 +175,8 @@ Engine& Engine::operator=(Engine&&) noexcept = default;
 Engine::~Engine() = default;
 
 std::string Engine::model_name() const {
-  std::string name = metadata(impl_->model.get(), "general.name");
-  return name.empty() ? std::filesystem::path(impl_->path).stem().string() : name;
+  const std::filesystem::path stem = std::filesystem::path(impl_->path).stem();
+  return stem.extension() == ".f32" ? stem.stem().string() : stem.string();
 }
 
 std::string Engine::version() { return std::string("llama.cpp ") + llama_version(); }

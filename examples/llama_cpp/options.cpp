@@ -98,11 +98,17 @@ struct Words {
   std::string select = "poisson";
 };
 
+std::string version_text() {
+  return fmt::format("verkv {}.{}.{}, {}", VERKV_VERSION_MAJOR, VERKV_VERSION_MINOR,
+                     VERKV_VERSION_PATCH, Engine::version());
+}
+
 class Reader {
  public:
   Reader(Options& options, Words& words) : options_(options), words_(words) {
     app_.require_subcommand(1);
     app_.set_help_all_flag("--help-all", "Help of all commands");
+    app_.set_version_flag("--version", version_text());
     self_test();
     generate();
     evaluate();
@@ -375,6 +381,8 @@ Parsed parse_options(int argc, char** argv) {
     parsed.text = reader.app().help();
   } catch (const CLI::CallForAllHelp&) {
     parsed.text = reader.app().help("", CLI::AppFormatMode::All);
+  } catch (const CLI::CallForVersion&) {
+    parsed.text = version_text() + "\n";
   } catch (const CLI::ParseError& error) {
     parsed.exit_code = kExitUsage;
     parsed.text = fmt::format("{} (see --help)\n", error.what());

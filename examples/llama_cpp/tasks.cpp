@@ -294,7 +294,9 @@ Task life_task(std::uint64_t seed, std::size_t bytes) {
       life.who = two(random, kGiven, " ", kFamilies);
       // Middle names keep the names apart in a very long context.
       if (names.size() > std::size(kGiven) * std::size(kFamilies) / 2) {
-        life.who.insert(life.who.find(' '), " " + std::string(random.pick(Words(kGiven))));
+        const std::size_t gap = life.who.find(' ');
+        life.who.insert(gap, random.pick(Words(kGiven)));
+        life.who.insert(gap, 1, ' ');
       }
     } while (!names.insert(life.who).second);
     // Towns come once as long as there are enough of them.
