@@ -1,12 +1,16 @@
 // The replay program: its command line, its measurements on a small synthetic recording, and what
 // it writes.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <optional>
 #include <random>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -18,6 +22,7 @@
 #include "../examples/replay/json_report.hpp"
 #include "../examples/replay/measure.hpp"
 #include "../examples/replay/options.hpp"
+#include "../examples/replay/promise.hpp"
 #include "../examples/replay/statistics.hpp"
 #include "../examples/replay/table.hpp"
 #include "catch.hpp"
@@ -252,6 +257,22 @@ TEST_CASE("bad options give the exit code of usage and name value and limit", "[
       {{"file", "--epsilon", "off", "--risk", "off"}, {"--epsilon", "--risk", "off"}},
       {{"file", "--compare", "--keep", "0.5"}, {"--compare", "--keep"}},
       {{"file", "--compare", "--epsilon", "0.5"}, {"--compare", "--epsilon"}},
+      {{"--promise"}, {"FILE"}},
+      {{"file", "--promise", "--compare"}, {"--promise", "--compare"}},
+      {{"file", "--promise", "--by-layer"}, {"--by-layer"}},
+      {{"file", "--promise", "--epsilon", "0.1"}, {"--promise", "--epsilon"}},
+      {{"file", "--promise", "--delta", "0.1"}, {"--promise", "--delta"}},
+      {{"file", "--promise", "--keep", "0.1"}, {"--promise", "--keep"}},
+      {{"file", "--promise", "--risk", "off"}, {"--promise", "--risk"}},
+      {{"file", "--promise", "--probability", "0.1"}, {"--promise", "--probability"}},
+      {{"file", "--promise", "--select", "topk"}, {"--promise", "--select"}},
+      {{"file", "--promise", "--fetch", "never"}, {"--promise", "--fetch"}},
+      {{"file", "--promise", "--sketch", "2,5"}, {"--sketch", "'5'", "exact, 2, 3, 4, minmax"}},
+      {{"file", "--promise", "--sketch", "2,"}, {"--sketch", "''"}},
+      {{"file", "other", "file", "--promise"}, {"'file'", "twice"}},
+      {{"file", "--sketch", "2,3"}, {"--sketch", "--promise"}},
+      {{"file", "--svg", "out.svg"}, {"--svg", "--promise"}},
+      {{"file", "--promise", "--svg", ""}, {"--svg", "empty"}},
   };
   for (const Case& c : cases) {
     std::string command;
@@ -271,11 +292,11 @@ TEST_CASE("the help explains each option", "[replay]") {
   CHECK(!parsed.options.has_value());
   CHECK(parsed.exit_code == 0);
   check_text(parsed.text);
-  for (const char* option :
-       {"--keep",   "--epsilon", "--delta",   "--risk",       "--probability", "--sketch",
-        "--select", "--fetch",   "--order",   "--importance", "--pool",        "--sink",
-        "--local",  "--seeds",   "--redraws", "--json",       "--compare",     "--layers",
-        "--steps",  "--threads", "--cap",     "--simd",       "KVzip"}) {
+  for (const char* option : {"--keep",   "--epsilon", "--delta",   "--risk",  "--probability",
+                             "--sketch", "--select",  "--fetch",   "--order", "--importance",
+                             "--pool",   "--sink",    "--local",   "--seeds", "--redraws",
+                             "--json",   "--compare", "--layers",  "--steps", "--threads",
+                             "--cap",    "--simd",    "--promise", "--svg",   "KVzip"}) {
     INFO(option);
     CHECK(contains(parsed.text, option));
   }
@@ -468,6 +489,253 @@ TEST_CASE("the JSON has every field for every method", "[replay]") {
   check_text(conclusion(one.measurement, single));
 }
 
+namespace {
+
+PromiseRun promise_run(const RecordedCache& cache, const Options& options,
+                       const std::string& file = "file") {
+  PromiseRun run;
+  run.file = file;
+  run.prompt_tokens = cache.prompt_tokens();
+  run.metadata = cache.metadata();
+  run.methods = select_methods(options, cache);
+  run.measurement = measure(cache, options, run.methods, {});
+  return run;
+}
+
+// Opens and closes elements in turn, each name as often as it is closed; attributes are quoted and
+// no text has a bare & or <.
+void check_well_formed(const std::string& text) {
+  std::vector<std::string> open;
+  std::size_t place = 0;
+  while (place < text.size()) {
+    if (text[place] == '&') {
+      const std::string entity = text.substr(place, text.find(';', place) - place + 1);
+      INFO(entity);
+      CHECK((entity == "&amp;" || entity == "&lt;" || entity == "&gt;" || entity == "&quot;"));
+      ++place;
+      continue;
+    }
+    if (text[place] != '<') {
+      ++place;
+      continue;
+    }
+    const std::size_t end = text.find('>', place);
+    REQUIRE(end != std::string::npos);
+    const std::string tag = text.substr(place + 1, end - place - 1);
+    INFO(tag);
+    CHECK(!contains(tag, "<"));
+    CHECK(std::count(tag.begin(), tag.end(), '"') % 2 == 0);
+    if (tag.front() == '/') {
+      REQUIRE(!open.empty());
+      CHECK(open.back() == tag.substr(1));
+      open.pop_back();
+    } else if (tag.back() != '/') {
+      open.push_back(tag.substr(0, tag.find(' ')));
+    }
+    place = end + 1;
+  }
+  CHECK(open.empty());
+}
+
+}  // namespace
+
+TEST_CASE("--promise runs the whole grid", "[replay][promise]") {
+  const TemporaryFile file("verkv-replay", synthetic_recording());
+  const RecordedCache cache = RecordedCache::load(file.path());
+  const Options options = parse({"--promise"});
+  CHECK(options.sketches == std::vector<std::string>{"exact", "2", "3"});
+  CHECK(parse({"--promise", "--sketch", "4,exact,4"}).sketches ==
+        std::vector<std::string>{"4", "exact"});
+  CHECK(parse({"other", "--promise"}).files == std::vector<std::string>{"file", "other"});
+
+  const std::vector<Method> methods = select_methods(options, cache);
+  std::set<std::string> cells;
+  std::size_t bare = 0;
+  for (const Method& method : methods) {
+    const verkv::FetchConfig& fetch = method.config.fetch;
+    CHECK(method.importance == "kvzip_mean");
+    CHECK(method.random);
+    CHECK(fetch.risk == kOff);
+    CHECK(fetch.probability == kOff);
+    if (method.promise == Promise::none) {
+      CHECK(fetch.mode == verkv::FetchMode::never);
+      ++bare;
+      continue;
+    }
+    CHECK(method.promise == Promise::epsilon);
+    CHECK(method.tolerance == fetch.epsilon);
+    cells.insert(word(method.config.sketch) + " " + rate_label(method.config.keep) + " " +
+                 std::to_string(fetch.epsilon) + " " + std::to_string(fetch.delta));
+  }
+  CHECK(cells.size() == 3 * 3 * 5 * 3);
+  CHECK(bare == 3 * 5);
+  CHECK(methods.size() == 135 + 15);
+
+  // Without that score the next best, as for one setting; without any, an error that names both.
+  CHECK(select_methods(parse({"--promise", "--importance", "h2o"}), cache).front().importance ==
+        "h2o");
+  CHECK(contains(usage_error([&] {
+                   select_methods(parse({"--promise", "--importance", "gate"}), cache);
+                 }),
+                 "gate"));
+}
+
+TEST_CASE("a rate is judged with its interval", "[replay][promise]") {
+  CHECK(!judge({0, 0}, 0.1).has_value());
+  const auto is = [](const Rate& rate, double delta, bool kept, bool sure) {
+    const std::optional<Verdict> verdict = judge(rate, delta);
+    return verdict.has_value() && verdict->kept == kept && verdict->sure == sure;
+  };
+  CHECK(is({0, 1000}, 0.1, true, true));
+  CHECK(is({0, 10}, 0.1, true, false));  // up to 28 % are possible
+  CHECK(is({10, 100}, 0.1, true, false));
+  CHECK(is({11, 100}, 0.1, false, false));
+  CHECK(is({17, 100}, 0.1, false, true) == (wilson_interval({17, 100}).low > 0.1));
+  CHECK(is({300, 1000}, 0.2, false, true));
+  CHECK(is({50, 50}, 0.2, false, true));
+}
+
+TEST_CASE("table, JSON and picture of the grid", "[replay][promise]") {
+  const TemporaryFile file("verkv-replay", synthetic_recording());
+  const RecordedCache cache = RecordedCache::load(file.path());
+  const Options options = parse({"other", "--promise", "--sketch", "exact,2", "--steps", "3",
+                                 "--seeds", "1", "--redraws", "3", "--local", "4"});
+  std::vector<PromiseRun> runs;
+  runs.push_back(promise_run(cache, options, "folder/<a> & \"b\".safetensors"));
+  runs.push_back(promise_run(cache, options, "other"));
+  const std::size_t methods = 2 * 45 + 15;
+
+  const std::vector<Cell> single = cells_of(runs[0]);
+  const std::vector<Cell> pooled = pooled_cells(runs);
+  REQUIRE(single.size() == methods);
+  REQUIRE(pooled.size() == methods);
+  for (std::size_t i = 0; i < methods; ++i) {
+    const Row& one = single[i].all;
+    const Row& all = pooled[i].all;
+    CHECK(all.redraws.trials == 2 * one.redraws.trials);
+    CHECK(all.redraws.failures == 2 * one.redraws.failures);
+    CHECK(all.steps.trials == 2 * one.steps.trials);
+    CHECK(all.any_head.trials == 2 * one.any_head.trials);
+    CHECK(all.steps.trials == all.steps_fetched.trials + all.steps_unfetched.trials);
+    CHECK(std::fabs(all.moved_fraction - one.moved_fraction) < 1e-12);
+    CHECK(pooled[i].worst_layer.layer == single[i].worst_layer.layer);
+    CHECK(single[i].worst_layer.redraws.value() >= one.redraws.value());
+  }
+
+  const Json report = Json::parse(promise_report(runs, options));
+  CHECK(report.at("settings").at("deltas").size() == 3);
+  CHECK(report.at("settings").at("epsilons").size() == 5);
+  CHECK(report.at("settings").at("sketches") == Json({"exact", "2"}));
+  REQUIRE(report.at("files").size() == 2);
+  CHECK(report.at("files")[0].at("file") == runs[0].file);
+  CHECK(report.at("files")[1].at("prompt_tokens") == kTokens);
+  REQUIRE(report.at("pooled").size() == methods);
+  const Json& rows = report.at("files")[0].at("rows");
+  REQUIRE(rows.size() == 3 * methods);
+  for (const Json& row : rows) {
+    for (const std::string& field : kRowFields) {
+      INFO(field);
+      CHECK(row.contains(field));
+    }
+  }
+  for (const Json* part : {&rows, &report.at("pooled")}) {
+    for (const Json& row : *part) {
+      const bool promised = row.at("promise") == "epsilon";
+      for (const char* field : {"kept_redraws", "kept_redraws_sure", "kept_steps",
+                                "kept_steps_sure", "kept_any_head", "kept_any_head_sure"}) {
+        INFO(field);
+        const bool expected =
+            promised && (row.value("layer", Json("all")) == "all" ||
+                         std::string(field).find("any_head") == std::string::npos);
+        CHECK(row.at(field).is_boolean() == expected);
+      }
+      if (promised) {
+        CHECK(row.at("kept_redraws") == (row.at("failure_redraws") <= row.at("delta")));
+      }
+    }
+  }
+
+  const std::string text = promise_heading(runs[0]) + promise_table(single) +
+                           promise_verdict(single) + promise_legend(options, runs[0].measurement);
+  check_text(text);
+  for (const char* part : {"exact sketch, 8x", "2-bit sketch, 32x", "delta 20 %", "no fetch",
+                           "of 45 cells", "0.7 %", "11-87 %"}) {
+    INFO(part);
+    CHECK(contains(text, part));
+  }
+
+  const std::string picture = promise_chart(pooled, promise_title(runs));
+  check_well_formed(picture);
+  CHECK(contains(picture, "&lt;a&gt; &amp; &quot;b&quot;.safetensors, other"));
+  CHECK(contains(picture, "16x, 2-bit sketch"));
+  CHECK(!contains(picture, "nan"));
+  CHECK(!contains(picture, "inf"));
+
+  // Nothing drawn anew: (a) has no trials, and is neither kept nor missed.
+  Options still = options;
+  still.redraws = 0;
+  still.sketches = {"exact"};
+  std::vector<PromiseRun> followed;
+  followed.push_back(promise_run(cache, still));
+  const std::vector<Cell> cells = cells_of(followed[0]);
+  CHECK(cells.front().all.redraws.trials == 0);
+  CHECK(cells.front().worst_layer.layer.has_value());
+  CHECK(contains(promise_verdict(cells), "nothing was tried"));
+  check_text(promise_table(cells));
+  check_well_formed(promise_chart(cells, "x"));
+  CHECK(!contains(promise_chart(cells, "x"), "nan"));
+  const Json quiet = Json::parse(promise_report(followed, still));
+  CHECK(quiet.at("pooled")[0].at("kept_redraws").is_null());
+}
+
+TEST_CASE("a promise that is not kept is called missed", "[replay][promise][statistical]") {
+  const TemporaryFile file("verkv-replay", synthetic_recording());
+  const RecordedCache cache = RecordedCache::load(file.path());
+  const Options options =
+      parse({"--promise", "--sketch", "exact", "--local", "4", "--redraws", "60", "--seeds", "4"});
+  const PromiseRun honest = promise_run(cache, options);
+  std::size_t missed = 0;
+  for (const Cell& cell : cells_of(honest)) {
+    if (cell.promised()) missed += !judge(cell.all.redraws, cell.delta())->kept;
+  }
+  CHECK(missed == 0);
+  CHECK(contains(promise_verdict(cells_of(honest)), "(a) kept in 45 of 45 cells"));
+
+  // The same caches under a promise a hundred times tighter than the one they were run with.
+  PromiseRun biased;
+  biased.file = "biased";
+  biased.methods = select_methods(options, cache);
+  for (Method& method : biased.methods) method.tolerance /= 100;
+  biased.measurement = measure(cache, options, biased.methods, {});
+  std::size_t sure = 0;
+  for (const Cell& cell : cells_of(biased)) {
+    if (!cell.promised()) continue;
+    const std::optional<Verdict> verdict = judge(cell.all.redraws, cell.delta());
+    REQUIRE(verdict.has_value());
+    sure += !verdict->kept && verdict->sure;
+  }
+  CHECK(sure > 30);
+  CHECK(contains(promise_verdict(cells_of(biased)), "; missed: 8x eps "));
+  CHECK(contains(promise_table(cells_of(biased)), "!"));
+
+  // Made-up rates, where the outcome is known.
+  std::vector<Cell> cells = cells_of(honest);
+  for (Cell& cell : cells) cell.all.redraws = cell.all.steps = {0, 10'000};
+  cells[0].all.redraws = {900, 10'000};  // delta 0.05
+  cells[1].all.redraws = {11, 100};      // delta 0.1, may be chance
+  cells[2].all.redraws = {19, 100};      // delta 0.2, likewise
+  const std::string text = promise_verdict(cells);
+  CHECK(contains(text,
+                 "(a) kept in 43 of 45 cells, 1 of them in doubt (~); missed: 8x eps 0.01 (delta "
+                 "0.05, 0.1?); ?: in doubt"));
+  CHECK(contains(text, "in the worst layer kept in 45 of 45 cells"));
+  CHECK(contains(text, "(b) kept in 45 of 45 cells\n"));
+  const std::string table = promise_table(cells);
+  CHECK(contains(table, "9.00!"));
+  CHECK(contains(table, "11.0?"));
+  CHECK(contains(table, "19.0~"));
+}
+
 TEST_CASE("a JSON file is written whole or not at all", "[replay]") {
   const TemporaryFile file("verkv-replay-json", "old");
   write_file(file.path(), "new text");
@@ -542,6 +810,7 @@ std::ptrdiff_t lines(const std::string& text) { return std::count(text.begin(), 
 
 TEST_CASE("the program reports by exit code and one line", "[replay]") {
   const TemporaryFile recording("verkv-replay", synthetic_recording());
+  const TemporaryFile copy("verkv-replay-copy", synthetic_recording());
   const TemporaryFile broken("verkv-replay", synthetic_recording().substr(0, 5000));
   const TemporaryFile out("verkv-replay-out");
   CHECK(run_program("--help").exit_code == 0);
@@ -551,6 +820,18 @@ TEST_CASE("the program reports by exit code and one line", "[replay]") {
   CHECK(good.exit_code == 0);
   std::ifstream in(out.path());
   CHECK(Json::parse(in).at("rows").size() == 3);
+  const TemporaryFile picture("verkv-replay-svg");
+  const Outcome grid = run_program("--promise '" + recording.path() + "' '" + copy.path() +
+                                   "' --sketch exact --steps 2 --redraws 2 --seeds 1 --json '" +
+                                   out.path() + "' --svg '" + picture.path() + "'");
+  INFO(grid.errors);
+  CHECK(grid.exit_code == 0);
+  std::ifstream grid_in(out.path());
+  CHECK(Json::parse(grid_in).at("files").size() == 2);
+  std::ifstream picture_in(picture.path());
+  std::stringstream drawn;
+  drawn << picture_in.rdbuf();
+  check_well_formed(drawn.str());
 
   const std::vector<std::pair<std::string, int>> bad{
       {"", 2},
@@ -559,6 +840,16 @@ TEST_CASE("the program reports by exit code and one line", "[replay]") {
       {"--layers 9 '" + recording.path() + "'", 2},
       {"--json /nonexistent/out.json '" + recording.path() + "'", 2},
       {"/nonexistent/file", 1},
+      {"--promise '" + recording.path() + "' /nonexistent/file", 1},
+      {"--promise '" + recording.path() + "' '" + broken.path() + "'", 1},
+      {"--promise --importance gate '" + recording.path() + "'", 2},
+      {"--promise --layers 9 '" + recording.path() + "'", 2},
+      {"--promise --steps 99 '" + recording.path() + "'", 2},
+      {"--promise '" + recording.path() + "' --svg '" + recording.path() + "'", 2},
+      {"--promise '" + recording.path() + "' --svg /nonexistent/out.svg", 2},
+      {"--promise '" + recording.path() + "' --json '" + out.path() + "' --svg '" + out.path() +
+           "'",
+       2},
       {"'" + broken.path() + "'", 1}};
   for (const auto& [arguments, code] : bad) {
     const Outcome outcome = run_program(arguments);

@@ -1,11 +1,15 @@
 #include "json_report.hpp"
 
 #include <cmath>
+#include <map>
+#include <optional>
+#include <utility>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "../common/output_file.hpp"
+#include "promise.hpp"
 
 namespace verkv::replay {
 
@@ -14,57 +18,6 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
-
-const char* word(Selection select) { return select == Selection::poisson ? "poisson" : "topk"; }
-const char* word(FetchOrder order) { return order == FetchOrder::key ? "key" : "exact"; }
-
-const char* word(FetchMode mode) {
-  switch (mode) {
-    case FetchMode::verified:
-      return "verified";
-    case FetchMode::never:
-      return "never";
-    case FetchMode::always:
-      return "always";
-  }
-  return "?";
-}
-
-const char* word(Pool pool) {
-  switch (pool) {
-    case Pool::head:
-      return "head";
-    case Pool::layer:
-      return "layer";
-    case Pool::sequence:
-      return "sequence";
-  }
-  return "?";
-}
-
-const char* word(Promise promise) {
-  switch (promise) {
-    case Promise::none:
-      return "none";
-    case Promise::epsilon:
-      return "epsilon";
-    case Promise::certificate:
-      return "certificate";
-  }
-  return "?";
-}
-
-std::string sketch_word(const SketchConfig& sketch) {
-  switch (sketch.kind) {
-    case SketchKind::exact:
-      return "exact";
-    case SketchKind::minmax:
-      return "minmax";
-    case SketchKind::lloyd_max:
-      return fmt::format("{}", sketch.bits);
-  }
-  return "?";
-}
 
 // Rate, trials and interval under one name.
 void add_rate(Json& json, const std::string& name, const std::string& trials, const Rate& rate) {
@@ -75,10 +28,10 @@ void add_rate(Json& json, const std::string& name, const std::string& trials, co
   json[trials] = rate.trials;
 }
 
-Json row_json(const Row& row) {
+// What was run.
+void add_method(Json& json, const Row& row) {
   const Method& method = *row.method;
   const FetchConfig& fetch = method.config.fetch;
-  Json json;
   json["method"] = method.name;
   json["layer"] = row.layer ? Json(*row.layer) : Json("all");
   json["keep"] =
@@ -87,14 +40,41 @@ Json row_json(const Row& row) {
   json["delta"] = fetch.delta;
   json["risk"] = number(fetch.risk);
   json["probability"] = number(fetch.probability);
-  json["sketch"] = sketch_word(method.config.sketch);
+  json["sketch"] = word(method.config.sketch);
   json["select"] = word(method.config.select);
   json["fetch"] = word(fetch.mode);
   json["importance"] = method.importance;
   json["promise"] = word(method.promise);
   json["tolerance"] =
       method.promise == Promise::certificate ? Json(nullptr) : Json(method.tolerance);
+}
 
+// How often the denominator was off by more than promised.
+void add_failures(Json& json, const Row& row) {
+  add_rate(json, "redraws", "trials_redraws", row.redraws);
+  json["failure_redraws_worst_query"] = number(row.worst_query.value());
+  add_rate(json, "steps", "trials", row.steps);
+  add_rate(json, "steps_unfetched", "trials_unfetched", row.steps_unfetched);
+  add_rate(json, "steps_fetched", "trials_fetched", row.steps_fetched);
+  add_rate(json, "any_head", "trials_any_head", row.any_head);
+}
+
+// Each rate beside delta; null where nothing was promised or tried.
+void add_verdicts(Json& json, const Row& row) {
+  const std::pair<const char*, const Rate*> rates[] = {
+      {"redraws", &row.redraws}, {"steps", &row.steps}, {"any_head", &row.any_head}};
+  for (const auto& [name, rate] : rates) {
+    std::optional<Verdict> verdict;
+    if (row.method->promise == Promise::epsilon)
+      verdict = judge(*rate, row.method->config.fetch.delta);
+    json[fmt::format("kept_{}", name)] = verdict ? Json(verdict->kept) : Json(nullptr);
+    json[fmt::format("kept_{}_sure", name)] = verdict ? Json(verdict->sure) : Json(nullptr);
+  }
+}
+
+Json row_json(const Row& row) {
+  Json json;
+  add_method(json, row);
   json["resident_fraction"] = number(row.resident_fraction);
   json["fetched_fraction"] = number(row.fetched_fraction);
   json["moved_fraction"] = number(row.moved_fraction);
@@ -104,12 +84,7 @@ Json row_json(const Row& row) {
   json["fetching_share"] = number(row.fetching_share);
   json["fetched_per_fetching"] = number(row.fetched_per_fetching);
 
-  add_rate(json, "redraws", "trials_redraws", row.redraws);
-  json["failure_redraws_worst_query"] = number(row.worst_query.value());
-  add_rate(json, "steps", "trials", row.steps);
-  add_rate(json, "steps_unfetched", "trials_unfetched", row.steps_unfetched);
-  add_rate(json, "steps_fetched", "trials_fetched", row.steps_fetched);
-  add_rate(json, "any_head", "trials_any_head", row.any_head);
+  add_failures(json, row);
   json["uncertified_share"] = number(row.uncertified);
   json["certificate_median"] = number(row.certificate_median);
   json["certificate_p95"] = number(row.certificate_p95);
@@ -130,57 +105,113 @@ Json row_json(const Row& row) {
   return json;
 }
 
+// What is the same for every row and recording.
+void add_settings(Json& json, const Options& options, const Measurement& measurement) {
+  json["cap"] = number(options.cap);
+  json["order"] = word(options.order);
+  json["shortlist"] = options.shortlist;
+  json["pool"] = word(options.pool);
+  json["sink"] = options.sink;
+  json["local"] = options.local;
+  json["seeds"] = options.seeds;
+  json["redraws"] = options.redraws;
+  json["backend"] = measurement.description;
+  json["threads"] = measurement.threads;
+}
+
+// The recording, and what was used of it.
+void add_recording(Json& json, const std::string& file,
+                   const std::map<std::string, std::string>& metadata, std::int64_t prompt_tokens,
+                   const Measurement& measurement) {
+  json["file"] = file;
+  json["metadata"] = Json(metadata);
+  json["prompt_tokens"] = prompt_tokens;
+  json["steps"] = measurement.steps;
+  json["redraw_steps"] = measurement.redraw_steps;
+  json["layers"] = measurement.layers;
+  json["storage"] = name(measurement.storage);
+}
+
+Json version() {
+  return fmt::format("{}.{}.{}", VERKV_VERSION_MAJOR, VERKV_VERSION_MINOR, VERKV_VERSION_PATCH);
+}
+
+// A path need not be UTF-8; JSON is.
+std::string text_of(const Json& json) {
+  return json.dump(1, ' ', true, Json::error_handler_t::replace) + "\n";
+}
+
 }  // namespace
 
 std::string json_report(const RecordedCache& cache, const Options& options,
                         const Measurement& measurement) {
   Json settings;
-  settings["version"] =
-      fmt::format("{}.{}.{}", VERKV_VERSION_MAJOR, VERKV_VERSION_MINOR, VERKV_VERSION_PATCH);
-  settings["file"] = options.file;
-  Json metadata = Json::object();
-  for (const auto& [key, value] : cache.metadata()) metadata[key] = value;
-  settings["metadata"] = metadata;
-  settings["prompt_tokens"] = cache.prompt_tokens();
-  settings["steps"] = measurement.steps;
-  settings["layers"] = measurement.layers;
+  settings["version"] = version();
+  add_recording(settings, options.file, cache.metadata(), cache.prompt_tokens(), measurement);
   settings["compare"] = options.compare;
   settings["delta"] = options.delta;
-  settings["cap"] = number(options.cap);
-  settings["order"] = word(options.order);
-  settings["shortlist"] = options.shortlist;
-  settings["pool"] = word(options.pool);
-  settings["sink"] = options.sink;
-  settings["local"] = options.local;
-  settings["seeds"] = options.seeds;
-  settings["redraws"] = options.redraws;
-  settings["redraw_steps"] = measurement.redraw_steps;
-  settings["storage"] = name(measurement.storage);
-  settings["backend"] = measurement.description;
-  settings["threads"] = measurement.threads;
+  add_settings(settings, options, measurement);
 
   Json rows = Json::array();
   for (const Row& row : measurement.rows) rows.push_back(row_json(row));
   Json report;
   report["settings"] = std::move(settings);
   report["rows"] = std::move(rows);
-  // A path need not be UTF-8; JSON is.
-  return report.dump(1, ' ', true, Json::error_handler_t::replace) + "\n";
+  return text_of(report);
 }
 
-void check_writable(const std::string& path, const std::string& recording) {
+std::string promise_report(const std::vector<PromiseRun>& runs, const Options& options) {
+  Json settings;
+  settings["version"] = version();
+  settings["keeps"] = kRates;
+  settings["epsilons"] = kPromiseEpsilons;
+  settings["deltas"] = kPromiseDeltas;
+  settings["sketches"] = options.sketches;
+  add_settings(settings, options, runs.front().measurement);
+
+  Json files = Json::array();
+  for (const PromiseRun& run : runs) {
+    Json file;
+    add_recording(file, run.file, run.metadata, run.prompt_tokens, run.measurement);
+    Json rows = Json::array();
+    for (const Row& row : run.measurement.rows) {
+      Json json = row_json(row);
+      add_verdicts(json, row);
+      rows.push_back(std::move(json));
+    }
+    file["rows"] = std::move(rows);
+    files.push_back(std::move(file));
+  }
+  Json pooled = Json::array();
+  for (const Cell& cell : pooled_cells(runs)) {
+    Json json;
+    add_method(json, cell.all);
+    json["moved_fraction"] = number(cell.all.moved_fraction);
+    add_failures(json, cell.all);
+    add_verdicts(json, cell.all);
+    pooled.push_back(std::move(json));
+  }
+  Json report;
+  report["settings"] = std::move(settings);
+  report["files"] = std::move(files);
+  report["pooled"] = std::move(pooled);
+  return text_of(report);
+}
+
+void check_writable(const std::string& path, const std::string& recording,
+                    const std::string& option) {
   try {
     examples::check_writable(path, recording, "recording");
   } catch (const examples::OutputFileError& error) {
-    throw UsageError(fmt::format("--json {}", error.what()));
+    throw UsageError(fmt::format("{} {}", option, error.what()));
   }
 }
 
-void write_file(const std::string& path, const std::string& text) {
+void write_file(const std::string& path, const std::string& text, const std::string& option) {
   try {
     examples::write_file(path, text);
   } catch (const examples::OutputFileError& error) {
-    throw Error(fmt::format("--json {}", error.what()));
+    throw Error(fmt::format("{} {}", option, error.what()));
   }
 }
 

@@ -13,10 +13,13 @@ namespace verkv::replay {
 std::string json_report(const RecordedCache& cache, const Options& options,
                         const Measurement& measurement);
 
-// Throws UsageError if no file can be written at `path`. Leaves nothing behind.
-void check_writable(const std::string& path, const std::string& recording);
+// Throws UsageError, beginning with the option, if no file can be written at `path`. Leaves nothing
+// behind.
+void check_writable(const std::string& path, const std::string& recording,
+                    const std::string& option = "--json");
 // Writes beside `path` and renames, so that `path` is never half-written. Throws verkv::Error.
-void write_file(const std::string& path, const std::string& text);
+void write_file(const std::string& path, const std::string& text,
+                const std::string& option = "--json");
 
 }  // namespace verkv::replay
 

@@ -7,8 +7,10 @@
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <numeric>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -17,6 +19,7 @@
 #include "json_report.hpp"
 #include "measure.hpp"
 #include "options.hpp"
+#include "promise.hpp"
 #include "table.hpp"
 
 namespace {
@@ -57,6 +60,82 @@ void replay(const Options& options) {
   if (std::fflush(stdout) != 0) throw verkv::Error("the table could not be written to the output");
 }
 
+void replay_promise(const Options& options) {
+  const std::pair<const char*, const std::string*> outputs[] = {{"--json", &options.json},
+                                                                {"--svg", &options.svg}};
+  for (const auto& [option, path] : outputs) {
+    for (const std::string& file : options.files) {
+      if (!path->empty()) check_writable(*path, file, option);
+    }
+  }
+  if (!options.json.empty() && options.json == options.svg)
+    throw UsageError("--json and --svg name the same file");
+
+  // Everything that can be wrong with a recording comes out before any work. Of the time, steps and
+  // tokens tell most.
+  std::vector<verkv::RecordedCache> caches;
+  std::vector<PromiseRun> runs;
+  std::vector<std::int64_t> work;
+  for (const std::string& file : options.files) {
+    caches.push_back(verkv::RecordedCache::load(file));
+    const verkv::RecordedCache& cache = caches.back();
+    PromiseRun run;
+    run.file = file;
+    run.prompt_tokens = cache.prompt_tokens();
+    run.metadata = cache.metadata();
+    try {
+      run.methods = select_methods(options, cache);
+      std::int64_t heads = 0;
+      for (const std::size_t place : select_layers(options, cache))
+        heads += cache.layers()[place].query_heads;
+      work.push_back(cache.prompt_tokens() * heads *
+                     (options.seeds * select_steps(options, cache) + 4 * options.redraws));
+    } catch (const UsageError& error) {
+      throw UsageError(fmt::format("{}: {}", file, error.what()));
+    }
+    runs.push_back(std::move(run));
+  }
+  const std::int64_t whole = std::accumulate(work.begin(), work.end(), std::int64_t{0});
+
+  const auto begin = std::chrono::steady_clock::now();
+  {
+    verkv::examples::ProgressLine line(whole, "dense reference in double ...");
+    std::int64_t before = 0;
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+      PromiseRun& run = runs[i];
+      run.measurement = measure(
+          caches[i], options, run.methods,
+          [&](std::int64_t done, std::int64_t total, std::size_t method) {
+            const double share = static_cast<double>(done) / static_cast<double>(total);
+            line.update(before + static_cast<std::int64_t>(share * static_cast<double>(work[i])),
+                        fmt::format("recording {} of {}, method {} of {} ({} {})", i + 1,
+                                    runs.size(), method + 1, run.methods.size(),
+                                    rate_label(run.methods[method].config.keep),
+                                    run.methods[method].label));
+          });
+      before += work[i];
+    }
+  }
+  const std::vector<Cell> pooled = pooled_cells(runs);
+  if (!options.json.empty()) write_file(options.json, promise_report(runs, options));
+  if (!options.svg.empty())
+    write_file(options.svg, promise_chart(pooled, promise_title(runs)), "--svg");
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  for (const PromiseRun& run : runs) {
+    const std::vector<Cell> cells = cells_of(run);
+    fmt::print("{}{}{}", promise_heading(run), promise_table(cells), promise_verdict(cells));
+  }
+  if (runs.size() > 1) {
+    fmt::print("\nAll {} recordings together\n{}{}", runs.size(), promise_table(pooled),
+               promise_verdict(pooled));
+  }
+  fmt::print("{}{:.1f} s on {} thread{}\n", promise_legend(options, runs.front().measurement),
+             seconds, runs.front().measurement.threads,
+             runs.front().measurement.threads == 1 ? "" : "s");
+  if (std::fflush(stdout) != 0) throw verkv::Error("the table could not be written to the output");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -70,7 +149,11 @@ int main(int argc, char** argv) {
       }
       return parsed.exit_code;
     }
-    replay(*parsed.options);
+    if (parsed.options->promise) {
+      replay_promise(*parsed.options);
+    } else {
+      replay(*parsed.options);
+    }
     return 0;
   } catch (const UsageError& error) {
     fmt::print(stderr, "verkv_replay: {}\n", error.what());

@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <span>
 #include <thread>
 #include <utility>
@@ -568,6 +569,7 @@ Measurement measure(const RecordedCache& cache, const Options& options,
   };
   std::vector<Task> tasks;
   std::vector<MethodResult> results(runs.size());
+  std::vector<std::int64_t> left(runs.size());  // tasks of each run
   for (std::size_t run = 0; run < runs.size(); ++run) {
     // What is not random needs no second draw. Where everything is fetched nothing is left to
     // chance either.
@@ -581,6 +583,27 @@ Measurement measure(const RecordedCache& cache, const Options& options,
       if (random && options.redraws > 0) tasks.push_back({run, unit, 0, true});
     }
   }
+  for (const Task& task : tasks) ++left[task.run];
+
+  // The rows of a run: its layers, then all.
+  const std::size_t row_count = layers.size() + 1;
+  out.rows.resize((runs.size() - first_row) * row_count);
+  std::vector<double> dense_ns;  // of each layer, then of all
+  const auto summarise_run = [&](std::size_t run) {
+    const MethodResult& result = results[run];
+    Row* rows = &out.rows[(run - first_row) * row_count];
+    std::vector<const LayerResult*> all;
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      all.push_back(&result.layers[i]);
+      std::optional<MemoryReport> memory;
+      if (units.size() == layers.size()) memory = result.memory[i];
+      rows[i] = summarise(*runs[run], {layers[i]}, {all[i]}, memory, out.steps, out.storage);
+      rows[i].layer = layers[i]->index;
+      rows[i].any_head = {};
+    }
+    rows[layers.size()] =
+        summarise(*runs[run], layers, all, sum_of(result.memory), out.steps, out.storage);
+  };
 
   std::mutex mutex;
   std::int64_t done = 0;
@@ -615,29 +638,23 @@ Measurement measure(const RecordedCache& cache, const Options& options,
       if (task.seed == 0) result.memory[task.unit] = trace.memory;
     }
     if (index == 0) out.description = replay.manager().description();
+    // A run's decisions are let go with its last task, so that few runs are held at a time.
+    const bool last = [&] {
+      const std::lock_guard lock(mutex);
+      return --left[task.run] == 0;
+    }();
+    if (last) {
+      if (task.run == 0) {
+        for (const LayerResult& layer : result.layers) dense_ns.push_back(median_ns(layer));
+        dense_ns.push_back(std::accumulate(dense_ns.begin(), dense_ns.end(), 0.0));
+      }
+      if (task.run >= first_row) summarise_run(task.run);
+      result = {};
+    }
     report(task.run, 1);
   });
 
-  for (std::size_t run = first_row; run < runs.size(); ++run) {
-    std::vector<const LayerResult*> all;
-    double dense_ns = 0;
-    for (std::size_t i = 0; i < layers.size(); ++i) {
-      const LayerResult& result = results[run].layers[i];
-      all.push_back(&result);
-      std::optional<MemoryReport> memory;
-      if (units.size() == layers.size()) memory = results[run].memory[i];
-      Row row = summarise(*runs[run], {layers[i]}, {&result}, memory, out.steps, out.storage);
-      row.layer = layers[i]->index;
-      row.any_head = {};
-      row.dense_ns = median_ns(results[0].layers[i]);
-      dense_ns += row.dense_ns;
-      out.rows.push_back(row);
-    }
-    Row row =
-        summarise(*runs[run], layers, all, sum_of(results[run].memory), out.steps, out.storage);
-    row.dense_ns = dense_ns;
-    out.rows.push_back(row);
-  }
+  for (std::size_t i = 0; i < out.rows.size(); ++i) out.rows[i].dense_ns = dense_ns[i % row_count];
   return out;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <initializer_list>
 #include <set>
 #include <system_error>
 #include <utility>
@@ -180,6 +181,36 @@ std::vector<std::int64_t> parse_layers(const std::string& text) {
   return layers;
 }
 
+// The values of an option with the words for them.
+template <class T>
+std::vector<std::pair<std::string, T>> worded(std::initializer_list<T> values) {
+  std::vector<std::pair<std::string, T>> words;
+  for (const T value : values) words.emplace_back(word(value), value);
+  return words;
+}
+
+constexpr std::array<const char*, 5> kSketches{"exact", "2", "3", "4", "minmax"};
+// Of the grid of promises, unless others are named: no error of the sketch, the shipped one, and
+// one bit more.
+constexpr std::array<const char*, 3> kPromiseSketches{"exact", "2", "3"};
+
+// Words from a list, each once.
+std::vector<std::string> parse_sketches(const std::string& text) {
+  std::vector<std::string> words;
+  std::size_t begin = 0;
+  for (;;) {
+    const std::size_t comma = text.find(',', begin);
+    const std::string word = text.substr(begin, comma - begin);
+    if (std::find(kSketches.begin(), kSketches.end(), word) == kSketches.end()) {
+      throw UsageError(
+          fmt::format("--sketch is '{}', but must be one of {}", word, fmt::join(kSketches, ", ")));
+    }
+    if (std::find(words.begin(), words.end(), word) == words.end()) words.push_back(word);
+    if (comma == std::string::npos) return words;
+    begin = comma + 1;
+  }
+}
+
 SketchConfig sketch_config(const std::string& word) {
   if (word == "exact") return {SketchKind::exact, 2};
   if (word == "minmax") return {SketchKind::minmax, 2};
@@ -314,7 +345,93 @@ Method described(const Options& options, const std::set<std::string>& available)
   return method;
 }
 
+// Every promise of the grid, and beside each rate and epsilon what comes of promising nothing.
+std::vector<Method> promise_methods(const Options& options, const std::string& importance) {
+  std::vector<Method> methods;
+  for (const std::string& sketch : options.sketches) {
+    for (const double keep : kRates) {
+      for (const double epsilon : kPromiseEpsilons) {
+        for (const double delta : kPromiseDeltas) {
+          Method method =
+              compared(options, keep, importance, Selection::poisson, epsilon, kOff, kOff);
+          method.config.sketch = sketch_config(sketch);
+          method.config.fetch.delta = delta;
+          method.label = fmt::format("{}, eps {:g}, delta {:g}", sketch_label(method.config.sketch),
+                                     epsilon, delta);
+          methods.push_back(std::move(method));
+        }
+      }
+    }
+  }
+  for (const double keep : kRates) {
+    for (const double epsilon : kPromiseEpsilons) {
+      Method method = compared(options, keep, importance, Selection::poisson, kOff, kOff, kOff);
+      method.tolerance = epsilon;
+      methods.push_back(std::move(method));
+    }
+  }
+  return methods;
+}
+
 }  // namespace
+
+const char* word(Selection select) { return select == Selection::poisson ? "poisson" : "topk"; }
+
+const char* word(FetchMode mode) {
+  switch (mode) {
+    case FetchMode::verified:
+      return "verified";
+    case FetchMode::never:
+      return "never";
+    case FetchMode::always:
+      return "always";
+  }
+  return "?";
+}
+
+const char* word(FetchOrder order) { return order == FetchOrder::key ? "key" : "exact"; }
+
+const char* word(Pool pool) {
+  switch (pool) {
+    case Pool::head:
+      return "head";
+    case Pool::layer:
+      return "layer";
+    case Pool::sequence:
+      return "sequence";
+  }
+  return "?";
+}
+
+const char* word(Promise promise) {
+  switch (promise) {
+    case Promise::none:
+      return "none";
+    case Promise::epsilon:
+      return "epsilon";
+    case Promise::certificate:
+      return "certificate";
+  }
+  return "?";
+}
+
+std::string word(const SketchConfig& sketch) {
+  switch (sketch.kind) {
+    case SketchKind::exact:
+      return "exact";
+    case SketchKind::minmax:
+      return "minmax";
+    case SketchKind::lloyd_max:
+      return fmt::format("{}", sketch.bits);
+  }
+  return "?";
+}
+
+std::string sketch_label(const SketchConfig& sketch) {
+  if (sketch.kind == SketchKind::exact) return "exact sketch";
+  return sketch.kind == SketchKind::minmax ? "min-max sketch of 2 bits"
+                                           : fmt::format("{}-bit sketch", sketch.bits);
+}
 
 std::string rate_label(double keep) {
   const double rate = 1 / keep;
@@ -338,20 +455,23 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
       "Replays a recorded KV cache of a real model (docs/recorded_cache.md): how good, how small "
       "and how honest\n"
       "compressed attention is, for one setting or, with --compare, for all methods at 8x, 16x and "
-      "32x.",
+      "32x;\n"
+      "with --promise FILE [FILE...], where the error of D stays within eps in all but delta of "
+      "the "
+      "cases.",
       "verkv_replay"};
   app.footer(kWords);
   app.get_formatter()->column_width(44);
   app.get_formatter()->label("REQUIRED", "");
   app.set_help_flag("-h,--help", "This text");
   Reader reader(app);
-  reader
-      .add("FILE", "", "Recorded cache, safetensors", "",
-           [&options](const std::string& text) { options.file = text; })
+  app.add_option("FILE", options.files, "Recorded cache, safetensors; several with --promise")
+      ->type_name("")
       ->required();
   app.add_flag("--compare", options.compare, "The table of all methods at 8x, 16x, 32x");
   app.add_flag("--by-layer", options.by_layer,
                "With --compare: also print the rows of single layers");
+  app.add_flag("--promise", options.promise, "The grid of promises: sketch, rate, eps and delta");
 
   const Range open_unit{0, false, 1, false, false};
   const Range open_unit_or_off{0, false, 1, false, true};
@@ -359,25 +479,24 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
       reader.number("--keep", options.keep, {0, false, 1, true, false}, "Share of tokens resident");
   CLI::Option* epsilon = reader.number("--epsilon", options.epsilon, open_unit_or_off,
                                        "Certificate rule", "see Words");
-  reader.number("--delta", options.delta, open_unit, "Share of draws that may fail");
+  CLI::Option* delta =
+      reader.number("--delta", options.delta, open_unit, "Share of draws that may fail");
   CLI::Option* risk = reader.number("--risk", options.risk, {0, false, kOff, false, true},
                                     "Risk rule", "see Words");
   CLI::Option* probability = reader.number("--probability", options.probability, open_unit_or_off,
                                            "Probability rule", "see Words");
-  CLI::Option* select = reader.word<Selection>(
-      "--select", options.select, {{"poisson", Selection::poisson}, {"topk", Selection::topk}},
-      "Who stays resident");
-  CLI::Option* fetch = reader.word<FetchMode>("--fetch", options.fetch,
-                                              {{"verified", FetchMode::verified},
-                                               {"never", FetchMode::never},
-                                               {"always", FetchMode::always}},
-                                              "When tokens are fetched");
-  reader.word<std::string>(
-      "--sketch", options.sketch,
-      {{"exact", "exact"}, {"2", "2"}, {"3", "3"}, {"4", "4"}, {"minmax", "minmax"}},
-      "Estimate of all logits");
-  reader.word<FetchOrder>("--order", options.order,
-                          {{"exact", FetchOrder::exact}, {"key", FetchOrder::key}},
+  CLI::Option* select =
+      reader.word<Selection>("--select", options.select,
+                             worded({Selection::poisson, Selection::topk}), "Who stays resident");
+  CLI::Option* fetch = reader.word<FetchMode>(
+      "--fetch", options.fetch, worded({FetchMode::verified, FetchMode::never, FetchMode::always}),
+      "When tokens are fetched");
+  std::vector<std::string> sketches;
+  reader.add("--sketch", fmt::format("{}", fmt::join(kSketches, "|")),
+             "Estimate of all logits; with --promise a list, a,b,...",
+             fmt::format("{}; {}", options.sketch, fmt::join(kPromiseSketches, ",")),
+             [&sketches](const std::string& text) { sketches = parse_sketches(text); });
+  reader.word<FetchOrder>("--order", options.order, worded({FetchOrder::exact, FetchOrder::key}),
                           "Order of fetching");
   reader.integer("--shortlist", options.shortlist, 0, 1'000'000,
                  "With --order key: leading tokens put in exact order (slow)");
@@ -385,8 +504,7 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
                 "Bound on the weight of drawn tokens");
   reader.text("--importance", options.importance, "NAME", "Score of the tokens",
               "kvzip_mean; for top-k kvzip");
-  reader.word<Pool>("--pool", options.pool,
-                    {{"head", Pool::head}, {"layer", Pool::layer}, {"sequence", Pool::sequence}},
+  reader.word<Pool>("--pool", options.pool, worded({Pool::head, Pool::layer, Pool::sequence}),
                     "Who shares a budget");
   reader.integer("--sink", options.sink, 0, 1'000'000'000, "First tokens, always resident");
   reader.integer("--local", options.local, 0, 1'000'000'000, "Last prompt tokens, always resident");
@@ -399,19 +517,50 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
                  "all");
   reader.word<bool>("--simd", options.vector_code, {{"auto", true}, {"scalar", false}}, "Kernels");
   reader.text("--json", options.json, "OUT", "Write settings and rows, all layers, as JSON", "");
+  CLI::Option* svg =
+      reader.text("--svg", options.svg, "OUT", "With --promise: write the grid as a picture", "");
 
   Parsed parsed;
   try {
     // CLI11 takes arguments from the back.
     app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));
-    for (const CLI::Option* own : {keep, epsilon, risk, probability, select, fetch}) {
-      if (options.compare && own->count() > 0) {
-        throw UsageError(
-            fmt::format("--compare sets {} itself; give one or the other", own->get_name()));
+    options.file = options.files.front();
+    const auto refuse = [](const char* mode, std::initializer_list<const CLI::Option*> own) {
+      for (const CLI::Option* option : own) {
+        if (option->count() > 0) {
+          throw UsageError(
+              fmt::format("{} sets {} itself; give one or the other", mode, option->get_name()));
+        }
       }
+    };
+    if (options.compare) {
+      if (options.promise) throw UsageError("--promise and --compare exclude each other");
+      refuse("--compare", {keep, epsilon, risk, probability, select, fetch});
+    }
+    if (options.promise) {
+      refuse("--promise", {keep, epsilon, delta, risk, probability, select, fetch});
+      if (options.by_layer)
+        throw UsageError("--by-layer is for --compare; the JSON of --promise has each layer");
+      // Pooled rates would count it twice.
+      for (auto file = options.files.begin(); file != options.files.end(); ++file) {
+        if (std::find(options.files.begin(), file, *file) != file)
+          throw UsageError(fmt::format("'{}' is named twice", *file));
+      }
+      options.sketches = std::move(sketches);
+      if (options.sketches.empty())
+        options.sketches.assign(kPromiseSketches.begin(), kPromiseSketches.end());
+    } else {
+      if (options.files.size() > 1) {
+        throw UsageError(fmt::format("'{}' is one recording too many; only --promise takes several",
+                                     options.files[1]));
+      }
+      if (sketches.size() > 1)
+        throw UsageError("--sketch is a list, but only --promise takes several");
+      if (!sketches.empty()) options.sketch = sketches.front();
+      if (svg->count() > 0) throw UsageError("--svg draws what --promise measures; give both");
     }
     const bool rule_named = epsilon->count() + risk->count() + probability->count() > 0;
-    if (!options.compare && options.fetch == FetchMode::verified) {
+    if (!options.compare && !options.promise && options.fetch == FetchMode::verified) {
       if (!rule_named && options.select == Selection::poisson) {
         options.epsilon = FetchConfig{}.epsilon;
         options.risk = FetchConfig{}.risk;
@@ -480,6 +629,9 @@ std::int64_t select_steps(const Options& options, const RecordedCache& cache) {
 
 std::vector<Method> select_methods(const Options& options, const RecordedCache& cache) {
   const std::set<std::string> available = common_importance(options, cache);
+  if (options.promise) {
+    return promise_methods(options, choose_importance(options, available, {"kvzip_mean", "kvzip"}));
+  }
   if (!options.compare) return {described(options, available)};
 
   const std::string sampled = choose_importance(options, available, {"kvzip_mean", "kvzip"});
@@ -499,7 +651,7 @@ std::vector<Method> select_methods(const Options& options, const RecordedCache& 
   offload.config.fetch.mode = FetchMode::always;
   methods.push_back(offload);
 
-  for (const double keep : {1.0 / 8, 1.0 / 16, 1.0 / 32}) {
+  for (const double keep : kRates) {
     methods.push_back(compared(options, keep, largest, Selection::topk, kOff, kOff, kOff));
     methods.push_back(compared(options, keep, largest, Selection::topk, kOff, kOff, 1e-3));
     methods.push_back(compared(options, keep, sampled, Selection::poisson, kOff, kOff, kOff));

@@ -2,6 +2,7 @@
 #ifndef VERKV_EXAMPLES_REPLAY_OPTIONS_HPP
 #define VERKV_EXAMPLES_REPLAY_OPTIONS_HPP
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -25,9 +26,17 @@ inline constexpr int kExitUsage = 2;
 // The error of D that counts as a failure where the method promises none.
 inline constexpr double kPlainTolerance = 0.05;
 
+// Shares of tokens resident that --compare and --promise run at.
+inline constexpr std::array<double, 3> kRates{1.0 / 8, 1.0 / 16, 1.0 / 32};
+// The promises of --promise.
+inline constexpr std::array<double, 5> kPromiseEpsilons{0.01, 0.05, 0.1, 0.3, 0.5};
+inline constexpr std::array<double, 3> kPromiseDeltas{0.05, 0.1, 0.2};
+
 struct Options {
   std::string file;
+  std::vector<std::string> files;  // all that are named; several with promise only
   bool compare = false;
+  bool promise = false;   // the grid of promises (promise.hpp)
   bool by_layer = false;  // with compare: print the rows of single layers too
   double keep = CacheConfig{}.keep;
   double epsilon = kOff;
@@ -35,7 +44,8 @@ struct Options {
   double risk = kOff;
   double probability = kOff;
   double cap = FetchConfig{}.cap;
-  std::string sketch = "2";  // exact, 2, 3, 4, minmax
+  std::string sketch = "2";           // exact, 2, 3, 4, minmax
+  std::vector<std::string> sketches;  // with promise: those of the grid
   Selection select = Selection::poisson;
   FetchMode fetch = FetchMode::verified;
   FetchOrder order = FetchOrder::key;
@@ -51,6 +61,7 @@ struct Options {
   std::vector<std::int64_t> layers;  // empty: all that are recorded
   bool vector_code = true;
   std::string json;  // empty: none
+  std::string svg;   // with promise; empty: none
 };
 
 // Options, or what to print instead of working: the help (exit code 0) or one line about the error
@@ -85,13 +96,24 @@ struct Method {
 
 // Dense attention over everything: what times are compared with.
 Method dense_method(const Options& options, const std::string& importance);
-// The method that the options describe, or with --compare all of them, in the order of the table.
+// The method that the options describe; with --compare or --promise all of them, in the order of
+// the table.
 std::vector<Method> select_methods(const Options& options, const RecordedCache& cache);
 // The recorded layers that the options name, by place in cache.layers(). Throws UsageError naming
 // those available.
 std::vector<std::size_t> select_layers(const Options& options, const RecordedCache& cache);
 // How many steps to replay. Throws UsageError where more are asked for than are recorded.
 std::int64_t select_steps(const Options& options, const RecordedCache& cache);
+
+// The words of the command line and of the JSON.
+const char* word(Selection select);
+const char* word(FetchMode mode);
+const char* word(FetchOrder order);
+const char* word(Pool pool);
+const char* word(Promise promise);
+std::string word(const SketchConfig& sketch);
+// "2-bit sketch".
+std::string sketch_label(const SketchConfig& sketch);
 
 // "16x" for 0.0625, "0.07" where 1 / keep is not a whole number.
 std::string rate_label(double keep);
