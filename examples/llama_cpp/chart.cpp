@@ -15,9 +15,13 @@
 
 #include <fmt/format.h>
 
+#include "../common/svg.hpp"
 #include "eval_report.hpp"
 
 namespace verkv::llm {
+
+using examples::Point;
+using examples::Svg;
 
 namespace {
 
@@ -62,29 +66,6 @@ Style style_of(std::string_view method) {
 
 constexpr std::array<const char*, 5> kDashes{"", "6 3", "2 3", "8 3 2 3", "4 2"};
 
-std::string escaped(std::string_view text) {
-  std::string result;
-  for (const char c : text) {
-    switch (c) {
-      case '&':
-        result += "&amp;";
-        break;
-      case '<':
-        result += "&lt;";
-        break;
-      case '>':
-        result += "&gt;";
-        break;
-      case '"':
-        result += "&quot;";
-        break;
-      default:
-        result += c >= ' ' && c <= '~' ? c : '?';
-    }
-  }
-  return result;
-}
-
 double text_width(std::string_view text, double size) {
   return 0.58 * size * static_cast<double>(text.size());
 }
@@ -102,121 +83,43 @@ double overlap(const Box& a, const Box& b) {
   return width > 0 && height > 0 ? width * height : 0;
 }
 
-struct Point {
-  double x = 0;
-  double y = 0;
-};
-
-class Svg {
- public:
-  void line(Point a, Point b, const char* colour, double width, std::string_view dash = {}) {
-    body_ += fmt::format(
-        R"(<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" stroke="{}" stroke-width="{}"{}/>)"
-        "\n",
-        a.x, a.y, b.x, b.y, colour, width, dash_attribute(dash));
+void draw_marker(Svg& svg, Point p, const Style& style, bool hollow = false) {
+  constexpr double r = 3.6;
+  const char* fill = hollow ? "white" : style.colour;
+  const char* stroke = hollow ? style.colour : "white";
+  const double width = hollow ? 1.5 : 0.8;
+  const auto polygon = [&](std::vector<Point> corners) {
+    for (Point& corner : corners) corner = {p.x + corner.x, p.y + corner.y};
+    svg.polygon(corners, fill, stroke, width);
+  };
+  switch (style.marker) {
+    case Marker::circle:
+      svg.circle(p, r, fill, stroke, width);
+      break;
+    case Marker::square:
+      polygon({{-r, -r}, {r, -r}, {r, r}, {-r, r}});
+      break;
+    case Marker::triangle:
+      polygon({{0, -r * 1.3}, {r * 1.2, r}, {-r * 1.2, r}});
+      break;
+    case Marker::down:
+      polygon({{0, r * 1.3}, {r * 1.2, -r}, {-r * 1.2, -r}});
+      break;
+    case Marker::diamond:
+      polygon({{0, -r * 1.4}, {r * 1.4, 0}, {0, r * 1.4}, {-r * 1.4, 0}});
+      break;
+    case Marker::cross:
+      svg.line({p.x - r, p.y - r}, {p.x + r, p.y + r}, style.colour, 2);
+      svg.line({p.x - r, p.y + r}, {p.x + r, p.y - r}, style.colour, 2);
+      break;
   }
-
-  void polyline(const std::vector<Point>& points, const char* colour, std::string_view dash) {
-    if (points.size() < 2) return;
-    std::string places;
-    for (const Point& p : points)
-      places += fmt::format("{}{:.1f},{:.1f}", places.empty() ? "" : " ", p.x, p.y);
-    body_ += fmt::format(R"(<polyline points="{}" fill="none" stroke="{}" stroke-width="1.8" )"
-                         R"(stroke-linejoin="round"{}/>)"
-                         "\n",
-                         places, colour, dash_attribute(dash));
-  }
-
-  void marker(Point p, const Style& style, bool hollow = false) {
-    constexpr double r = 3.6;
-    const std::string paint =
-        hollow ? fmt::format(R"(fill="white" stroke="{}" stroke-width="1.5")", style.colour)
-               : fmt::format(R"(fill="{}" stroke="white" stroke-width="0.8")", style.colour);
-    const auto polygon = [&](std::initializer_list<Point> corners) {
-      std::string places;
-      for (const Point& c : corners)
-        places += fmt::format("{}{:.1f},{:.1f}", places.empty() ? "" : " ", p.x + c.x, p.y + c.y);
-      body_ += fmt::format(R"(<polygon points="{}" {}/>)"
-                           "\n",
-                           places, paint);
-    };
-    switch (style.marker) {
-      case Marker::circle:
-        body_ += fmt::format(R"(<circle cx="{:.1f}" cy="{:.1f}" r="{}" {}/>)"
-                             "\n",
-                             p.x, p.y, r, paint);
-        break;
-      case Marker::square:
-        polygon({{-r, -r}, {r, -r}, {r, r}, {-r, r}});
-        break;
-      case Marker::triangle:
-        polygon({{0, -r * 1.3}, {r * 1.2, r}, {-r * 1.2, r}});
-        break;
-      case Marker::down:
-        polygon({{0, r * 1.3}, {r * 1.2, -r}, {-r * 1.2, -r}});
-        break;
-      case Marker::diamond:
-        polygon({{0, -r * 1.4}, {r * 1.4, 0}, {0, r * 1.4}, {-r * 1.4, 0}});
-        break;
-      case Marker::cross:
-        line({p.x - r, p.y - r}, {p.x + r, p.y + r}, style.colour, 2);
-        line({p.x - r, p.y + r}, {p.x + r, p.y - r}, style.colour, 2);
-        break;
-    }
-  }
-
-  // anchor: start, middle or end. A halo keeps it readable where it crosses lines.
-  void text(Point p, std::string_view words, double size, const char* anchor = "start",
-            const char* colour = kInk, bool bold = false, bool halo = false) {
-    body_ += fmt::format(
-        R"(<text x="{:.1f}" y="{:.1f}" font-size="{}" text-anchor="{}" fill="{}"{}{}>{}</text>)"
-        "\n",
-        p.x, p.y, size, anchor, colour, bold ? R"( font-weight="bold")" : "",
-        halo ? R"( stroke="white" stroke-width="2.5" stroke-linejoin="round" paint-order="stroke")"
-             : "",
-        escaped(words));
-  }
-
-  void upright_text(Point p, std::string_view words, double size) {
-    body_ +=
-        fmt::format(R"-(<text transform="translate({:.1f},{:.1f}) rotate(-90)" font-size="{}" )-"
-                    R"-(text-anchor="middle" fill="{}">{}</text>)-"
-                    "\n",
-                    p.x, p.y, size, kInk, escaped(words));
-  }
-
-  void frame(const Box& box) {
-    body_ +=
-        fmt::format(R"(<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" fill="none" )"
-                    R"(stroke="#999999"/>)"
-                    "\n",
-                    box.left, box.top, box.right - box.left, box.bottom - box.top);
-  }
-
-  std::string finish(double height, std::string_view title) const {
-    const std::string name = escaped(title);
-    return fmt::format(R"(<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0:.0f} {1:.0f}" )"
-                       R"(width="{0:.0f}" height="{1:.0f}" )"
-                       R"(role="img" font-family="Helvetica, Arial, 'DejaVu Sans', sans-serif">)"
-                       "\n<title>{2}</title>\n"
-                       R"(<rect width="100%" height="100%" fill="white"/>)"
-                       "\n{3}</svg>\n",
-                       kWidth, height, name, body_);
-  }
-
- private:
-  static std::string dash_attribute(std::string_view dash) {
-    return dash.empty() ? "" : fmt::format(R"( stroke-dasharray="{}")", dash);
-  }
-
-  std::string body_;
-};
+}
 
 std::string nothing_chart(const std::string& title, std::string_view what) {
   Svg svg;
   svg.text({kMargin, 30}, title, 16, "start", kInk, true);
   svg.text({kWidth / 2, 90}, fmt::format("Nothing was measured: {}.", what), 14, "middle", kFaint);
-  return svg.finish(140, title);
+  return svg.finish(kWidth, 140, title);
 }
 
 // Groups of equal key, in the order of their first members.
@@ -305,8 +208,8 @@ double draw_legend(Svg& svg, const Dashes& dashes, double top) {
     }
     const Style style = style_of(curve.method);
     svg.line({x, y - 4}, {x + 26, y - 4}, style.colour, 1.8, dashes.of(curve));
-    svg.marker({x + 13, y - 4}, style);
-    svg.text({x + 32, y}, label, kText);
+    draw_marker(svg, {x + 13, y - 4}, style);
+    svg.text({x + 32, y}, label, kText, "start", kInk);
     x += width;
   }
   return y + 10;
@@ -610,7 +513,7 @@ std::string kl_against_moved_chart(std::span<const EvalRow> rows, std::string ti
     }
     if (sunk)
       svg.line({area.left, plot_bottom + 4}, {area.right, plot_bottom + 4}, "#bbbbbb", 1, "3 3");
-    svg.frame(area);
+    svg.frame({area.left, area.top}, {area.right, area.bottom}, "#999999");
 
     Groups<CurveKey, const EvalRow*> groups;
     for (const EvalRow* row : panel.rows) groups[{row->method, variant(*row, used)}].push_back(row);
@@ -677,20 +580,20 @@ std::string kl_against_moved_chart(std::span<const EvalRow> rows, std::string ti
         if (mark.capped_high)
           svg.line({x - 3, *mark.whisker_high}, {x + 3, *mark.whisker_high}, style.colour, 1);
       }
-      svg.polyline(places, style.colour, dashes.of(curve.key));
+      svg.polyline(places, style.colour, 1.8, dashes.of(curve.key));
     }
     for (const Curve& curve : curves) {
-      for (const Mark& mark : curve.marks) svg.marker(mark.place, style_of(curve.key.method));
+      for (const Mark& mark : curve.marks) draw_marker(svg, mark.place, style_of(curve.key.method));
     }
     draw_labels(svg, curves, area);
   }
 
   const double bottom = grid_top + static_cast<double>(grid_rows) * row_height;
   svg.upright_text({kMargin + 4, (grid_top + bottom) / 2},
-                   "mean KL divergence from dense, nats per token", kText);
+                   "mean KL divergence from dense, nats per token", kText, kInk);
   svg.text({left + (kWidth - left - kMargin) / 2, bottom + 14}, "moved per step, % of the cache",
-           kText, "middle");
-  return svg.finish(bottom + 28, title);
+           kText, "middle", kInk);
+  return svg.finish(kWidth, bottom + 28, title);
 }
 
 // ---- quality against rate ----
@@ -869,7 +772,7 @@ std::string quality_against_rate_chart(std::span<const EvalRow> rows, std::strin
       if (label.starts_with("keep")) label = fmt::format("{:.3g}x", rate);
       svg.text({place(rate), area.bottom + 16}, label, 11, "middle", kFaint);
     }
-    svg.frame(area);
+    svg.frame({area.left, area.top}, {area.right, area.bottom}, "#999999");
 
     // At the right end, each line says its name; names are pushed apart until none overlap.
     struct End {
@@ -890,15 +793,15 @@ std::string quality_against_rate_chart(std::span<const EvalRow> rows, std::strin
         for (const QualityPoint& point : line.points)
           points.push_back({place(point.rate), height(point.quality)});
       }
-      svg.polyline(points, style.colour, line.reference ? "2 3" : dashes.of(line.key));
+      svg.polyline(points, style.colour, 1.8, line.reference ? "2 3" : dashes.of(line.key));
       ends.push_back(
           {points.back().y, points.back().y, points.back().x, line.key.label(), style.colour});
     }
     for (const QualityLine& line : panel.lines) {
       if (line.reference) continue;
       for (const QualityPoint& point : line.points)
-        svg.marker({place(point.rate), height(point.quality)}, style_of(line.key.method),
-                   !point.complete);
+        draw_marker(svg, {place(point.rate), height(point.quality)}, style_of(line.key.method),
+                    !point.complete);
     }
     std::stable_sort(ends.begin(), ends.end(),
                      [](const End& a, const End& b) { return a.wanted < b.wanted; });
@@ -918,15 +821,15 @@ std::string quality_against_rate_chart(std::span<const EvalRow> rows, std::strin
 
   const std::size_t grid_rows = (panels.size() + columns - 1) / columns;
   double bottom = grid_top + static_cast<double>(grid_rows) * row_height;
-  svg.upright_text({kMargin + 4, (grid_top + bottom) / 2}, "score, % of dense", kText);
+  svg.upright_text({kMargin + 4, (grid_top + bottom) / 2}, "score, % of dense", kText, kInk);
   svg.text({kWidth / 2, bottom + 14}, "rate: tokens in the cache for each resident one", kText,
-           "middle");
+           "middle", kInk);
   bottom += 34;
   svg.text({kMargin, bottom},
            fmt::format("Mean over the tasks that the dense model solves at least half of.{}",
                        hollow ? " Hollow: not all of them were measured." : ""),
            11, "start", kFaint);
-  return svg.finish(bottom + 12, title);
+  return svg.finish(kWidth, bottom + 12, title);
 }
 
 }  // namespace verkv::llm

@@ -9,11 +9,14 @@
 
 #include <fmt/format.h>
 
-#include "svg.hpp"
+#include "../common/svg.hpp"
 #include "table.hpp"
 #include "text.hpp"
 
 namespace verkv::replay {
+
+using examples::Point;
+using examples::Svg;
 
 namespace {
 

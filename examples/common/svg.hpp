@@ -1,6 +1,6 @@
 // The few shapes that a chart needs, as SVG text.
-#ifndef VERKV_EXAMPLES_REPLAY_SVG_HPP
-#define VERKV_EXAMPLES_REPLAY_SVG_HPP
+#ifndef VERKV_EXAMPLES_COMMON_SVG_HPP
+#define VERKV_EXAMPLES_COMMON_SVG_HPP
 
 #include <string>
 #include <string_view>
@@ -8,7 +8,7 @@
 
 #include <fmt/format.h>
 
-namespace verkv::replay {
+namespace verkv::examples {
 
 struct Point {
   double x = 0;
@@ -19,24 +19,28 @@ struct Point {
 // not ASCII becomes a question mark.
 class Svg {
  public:
-  void line(Point a, Point b, const char* colour, double width) {
+  // dash: of stroke-dasharray, empty for none.
+  void line(Point a, Point b, const char* colour, double width, std::string_view dash = {}) {
     body_ += fmt::format(
-        R"(<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" stroke="{}" stroke-width="{}"/>)"
+        R"(<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" stroke="{}" stroke-width="{}"{}/>)"
         "\n",
-        a.x, a.y, b.x, b.y, colour, width);
+        a.x, a.y, b.x, b.y, colour, width, dash_attribute(dash));
   }
 
-  // dash: of stroke-dasharray, empty for none.
   void polyline(const std::vector<Point>& points, const char* colour, double width,
                 std::string_view dash = {}) {
-    body_ += fmt::format(R"(<polyline points="{}" fill="none" stroke="{}" stroke-width="{}"{}/>)"
+    if (points.size() < 2) return;
+    body_ += fmt::format(R"(<polyline points="{}" fill="none" stroke="{}" stroke-width="{}" )"
+                         R"(stroke-linejoin="round"{}/>)"
                          "\n",
-                         places(points), colour, width,
-                         dash.empty() ? "" : fmt::format(R"( stroke-dasharray="{}")", dash));
+                         places(points), colour, width, dash_attribute(dash));
   }
 
-  void polygon(const std::vector<Point>& points, const char* fill) {
-    body_ += fmt::format("<polygon points=\"{}\" fill=\"{}\"/>\n", places(points), fill);
+  void polygon(const std::vector<Point>& points, const char* fill, const char* stroke = "none",
+               double width = 0) {
+    body_ += fmt::format(R"(<polygon points="{}" fill="{}" stroke="{}" stroke-width="{}"/>)"
+                         "\n",
+                         places(points), fill, stroke, width);
   }
 
   void circle(Point p, double radius, const char* fill, const char* stroke, double width) {
@@ -53,13 +57,17 @@ class Svg {
         top_left.x, top_left.y, bottom_right.x - top_left.x, bottom_right.y - top_left.y, colour);
   }
 
-  // p: on the baseline. anchor: start, middle or end.
+  // p: on the baseline. anchor: start, middle or end. halo: keeps it readable where it crosses
+  // lines.
   void text(Point p, std::string_view words, double size, const char* anchor, const char* colour,
-            bool bold = false) {
+            bool bold = false, bool halo = false) {
     body_ += fmt::format(
-        R"(<text x="{:.1f}" y="{:.1f}" font-size="{}" text-anchor="{}" fill="{}"{}>{}</text>)"
+        R"(<text x="{:.1f}" y="{:.1f}" font-size="{}" text-anchor="{}" fill="{}"{}{}>{}</text>)"
         "\n",
-        p.x, p.y, size, anchor, colour, bold ? R"( font-weight="bold")" : "", escaped(words));
+        p.x, p.y, size, anchor, colour, bold ? R"( font-weight="bold")" : "",
+        halo ? R"( stroke="white" stroke-width="2.5" stroke-linejoin="round" paint-order="stroke")"
+             : "",
+        escaped(words));
   }
 
   // Reads from bottom to top; p is its middle.
@@ -90,6 +98,10 @@ class Svg {
     return text;
   }
 
+  static std::string dash_attribute(std::string_view dash) {
+    return dash.empty() ? "" : fmt::format(R"( stroke-dasharray="{}")", dash);
+  }
+
   static std::string escaped(std::string_view text) {
     std::string result;
     for (const char c : text) {
@@ -116,6 +128,6 @@ class Svg {
   std::string body_;
 };
 
-}  // namespace verkv::replay
+}  // namespace verkv::examples
 
-#endif  // VERKV_EXAMPLES_REPLAY_SVG_HPP
+#endif  // VERKV_EXAMPLES_COMMON_SVG_HPP
