@@ -41,18 +41,22 @@ struct Interval {
   double high = kNone;
 };
 
-// Wilson's interval at 95 % for a binomial proportion; none without trials.
-inline Interval wilson_interval(const Rate& rate) {
-  if (rate.trials == 0) return {};
+// Wilson's interval at 95 % for the mean p of n independent values from 0 to 1: a binomial
+// proportion, or anything between, whose variance is smaller; none without trials.
+inline Interval wilson_interval(double p, double n) {
+  if (!(n > 0)) return {};
   constexpr double z = 1.959963984540054;
-  const double n = static_cast<double>(rate.trials);
-  const double p = rate.value();
   const double centre = p + z * z / (2 * n);
   const double reach = z * std::sqrt(p * (1 - p) / n + z * z / (4 * n * n));
   const double scale = 1 + z * z / n;
   // At the ends the exact values are 0 and 1; rounding must not say otherwise.
-  return {rate.failures == 0 ? 0.0 : std::max(0.0, (centre - reach) / scale),
-          rate.failures == rate.trials ? 1.0 : std::min(1.0, (centre + reach) / scale)};
+  return {p <= 0 ? 0.0 : std::max(0.0, (centre - reach) / scale),
+          p >= 1 ? 1.0 : std::min(1.0, (centre + reach) / scale)};
+}
+
+inline Interval wilson_interval(const Rate& rate) {
+  return rate.trials == 0 ? Interval{}
+                          : wilson_interval(rate.value(), static_cast<double>(rate.trials));
 }
 
 // The nearest-rank quantile of values in any order (reordered), 0 < p <= 1; none if there are none.

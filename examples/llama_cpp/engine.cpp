@@ -16,6 +16,8 @@ namespace verkv::llm {
 
 namespace {
 
+constexpr std::int64_t kWindowProbeTokens = 128;
+
 // llama.cpp explains a failure in its log only; the last error line goes into our exceptions.
 class Log {
  public:
@@ -67,6 +69,7 @@ struct Engine::Impl {
   std::int64_t batch_tokens = 0;
   std::int64_t position = 0;
   std::int64_t marked_position = 0;
+  bool forgotten = false;
   std::vector<std::uint8_t> marked_windows;
   NodeListener* listener = nullptr;
   std::exception_ptr failure;
@@ -105,7 +108,11 @@ struct Engine::Impl {
     }
 
     const std::int64_t trained = llama_model_n_ctx_train(model.get());
-    const std::int64_t wanted = options.context_tokens == 0 ? trained : options.context_tokens;
+    std::int64_t wanted = options.context_tokens == 0 ? trained : options.context_tokens;
+    if (options.flexible) {
+      wanted = std::min(trained, std::max<std::int64_t>(
+                                     wanted, llama_model_n_swa(model.get()) + kWindowProbeTokens));
+    }
     if (wanted > trained) {
       throw EngineError(fmt::format("a context of {} tokens was asked for, {} was trained for {}",
                                     wanted, path, trained));
@@ -193,9 +200,14 @@ std::int64_t Engine::vocabulary() const { return llama_vocab_n_tokens(impl_->voc
 
 std::vector<Token> Engine::tokenize(std::string_view text, bool begin, bool marks) const {
   std::vector<Token> tokens(text.size() + 8);
-  const std::int32_t count =
-      llama_tokenize(impl_->vocabulary, text.data(), static_cast<std::int32_t>(text.size()),
-                     tokens.data(), static_cast<std::int32_t>(tokens.size()), begin, marks);
+  std::int32_t count = -1;
+  try {
+    count = llama_tokenize(impl_->vocabulary, text.data(), static_cast<std::int32_t>(text.size()),
+                           tokens.data(), static_cast<std::int32_t>(tokens.size()), begin, marks);
+  } catch (const std::exception& error) {
+    throw EngineError(fmt::format("a text of {} bytes cannot be split into tokens: {}", text.size(),
+                                  error.what()));
+  }
   if (count < 0) {
     throw EngineError(fmt::format("a text of {} bytes cannot be split into tokens", text.size()));
   }
@@ -258,9 +270,10 @@ void Engine::truncate(std::int64_t position) {
   if (position == 0) {
     llama_memory_clear(llama_get_memory(context), false);
     impl_->position = 0;
+    impl_->forgotten = false;
     return;
   }
-  if (window_tokens() > 0 && impl_->marked_position != position) {
+  if (window_tokens() > 0 && !impl_->forgotten && impl_->marked_position != position) {
     throw EngineError(fmt::format("a model with sliding windows can go back to {} or 0, not to {}",
                                   impl_->marked_position, position));
   }
@@ -268,7 +281,7 @@ void Engine::truncate(std::int64_t position) {
     throw EngineError(fmt::format("this model's memory cannot be cut back to {} tokens", position));
   }
   impl_->position = position;
-  if (window_tokens() == 0) return;
+  if (window_tokens() == 0 || impl_->forgotten) return;
   const std::vector<std::uint8_t>& windows = impl_->marked_windows;
   if (llama_state_seq_set_data_ext(context, windows.data(), windows.size(), 0,
                                    LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) != windows.size()) {
@@ -312,6 +325,9 @@ void unpack_model(const std::string& from, const std::string& to, int threads) {
   }
 }
 
-void Engine::forget() { llama_memory_clear(llama_get_memory(impl_->context.get()), true); }
+void Engine::forget() {
+  llama_memory_clear(llama_get_memory(impl_->context.get()), true);
+  impl_->forgotten = true;
+}
 
 }  // namespace verkv::llm

@@ -46,6 +46,9 @@ using LogitsReader = std::function<void(std::int64_t index, std::span<const floa
 struct EngineOptions {
   std::string model_path;
   std::int64_t context_tokens = 0;  // 0: as many as the model was trained for
+  // The number is a wish: as many as the model was trained for where that is less, and enough to
+  // tell a sliding window from none.
+  bool flexible = false;
   std::int64_t batch_tokens = 512;  // tokens computed together
   int threads = 0;                  // 0: one per hardware thread
 };
@@ -86,7 +89,8 @@ class Engine {
   void truncate(std::int64_t position);
   void mark();
   // Forgets all keys and values but goes on at the same position: for a model whose every layer is
-  // answered by another cache. What the engine attends to from then on is only what came after.
+  // answered by another cache. What the engine attends to from then on is only what came after;
+  // truncate() does not bring anything back.
   void forget();
 
  private:

@@ -277,9 +277,14 @@ constexpr const char* kNothing = "nothing was measured\n";
 
 std::string json_report(const EvalSettings& settings, std::span<const EvalRow> rows) {
   Json report;
-  report["settings"] = {{"command", settings.command}, {"engine", settings.engine},
-                        {"cache", settings.cache},     {"model_path", settings.model_path},
-                        {"seed", settings.seed},       {"steps", settings.steps}};
+  report["settings"] = {{"command", settings.command},
+                        {"engine", settings.engine},
+                        {"cache", settings.cache},
+                        {"model_path", settings.model_path},
+                        {"seed", settings.seed},
+                        {"steps", settings.steps},
+                        {"layers_replaced", settings.layers_replaced},
+                        {"layers", settings.layers}};
   report["rows"] = Json::array();
   for (const EvalRow& row : rows) {
     Json json;

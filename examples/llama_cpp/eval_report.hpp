@@ -18,6 +18,8 @@ struct EvalSettings {
   std::string model_path;
   std::uint64_t seed = 0;
   std::int64_t steps = 0;
+  std::int64_t layers_replaced = 0;  // of the model's layers
+  std::int64_t layers = 0;
 };
 
 // {settings, rows}, in ASCII. Numbers that are not finite are null.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <utility>
@@ -45,7 +46,8 @@ constexpr std::size_t kBlockSteps = 16;
 
 // Everything that a method did on one text or task.
 struct Account {
-  std::vector<double> divergences;
+  std::vector<double> divergences;  // of all draws
+  std::vector<double> step_means;   // [prompt][step], over the draws
   std::vector<double> scores;
   std::vector<double> certificates;
   std::vector<DecodeCost> costs;
@@ -110,15 +112,23 @@ EvalRow text_row(const Method& method, Account& account, const Reference& refere
   row.text = text;
   add_costs(account, row);
   row.kl_mean = mean(account.divergences);
-  const Interval interval = examples::mean_interval(account.divergences, kBlockSteps);
-  row.kl_low = std::max(0.0, interval.low);
-  if (std::isnan(interval.low)) row.kl_low = kNone;
+  // Draws of one prompt are no more prompts, and blocks do not run from one prompt into the next.
+  std::vector<double> whole_blocks;
+  const auto of_prompt = static_cast<std::size_t>(options.steps);
+  for (std::size_t first = 0; first < account.step_means.size(); first += of_prompt) {
+    const auto begin = account.step_means.begin() + static_cast<std::ptrdiff_t>(first);
+    whole_blocks.insert(whole_blocks.end(), begin,
+                        begin + static_cast<std::ptrdiff_t>(of_prompt / kBlockSteps * kBlockSteps));
+  }
+  const Interval interval = examples::mean_interval(whole_blocks, kBlockSteps);
+  row.kl_low = std::isnan(interval.low) ? kNone : std::max(0.0, interval.low);
   row.kl_high = interval.high;
   row.kl_median = examples::quantile(account.divergences, 0.5);
   row.kl_p95 = examples::quantile(account.divergences, 0.95);
   row.kl_worst = examples::quantile(account.divergences, 1);
   row.agreement = account.agreements.value();
-  const Interval agreement = examples::wilson_interval(account.agreements);
+  const Interval agreement =
+      examples::wilson_interval(row.agreement, static_cast<double>(account.step_means.size()));
   row.agreement_low = agreement.low;
   row.agreement_high = agreement.high;
   const double steps = static_cast<double>(account.divergences.size());
@@ -137,13 +147,14 @@ EvalRow task_row(const Method& method, Account& account, const Reference& refere
   row.task = name(task);
   add_costs(account, row);
   row.score = mean(account.scores);
-  const Interval score = examples::mean_interval(account.scores, 1);
-  row.score_low = std::isnan(score.low) ? kNone : std::max(0.0, score.low);
-  row.score_high = std::isnan(score.high) ? kNone : std::min(1.0, score.high);
+  const double instances = static_cast<double>(account.scores.size());
+  const Interval score = examples::wilson_interval(row.score, instances);
+  row.score_low = score.low;
+  row.score_high = score.high;
   row.score_dense = mean(reference.scores);
-  const Interval dense = examples::mean_interval(reference.scores, 1);
-  row.score_dense_low = std::isnan(dense.low) ? kNone : std::max(0.0, dense.low);
-  row.score_dense_high = std::isnan(dense.high) ? kNone : std::min(1.0, dense.high);
+  const Interval dense = examples::wilson_interval(row.score_dense, instances);
+  row.score_dense_low = dense.low;
+  row.score_dense_high = dense.high;
   row.samples = static_cast<std::int64_t>(account.scores.size());
   row.prompts = options.instances;
   row.draws = method.random ? options.draws : 1;
@@ -167,8 +178,9 @@ class Evaluation {
     }
     reading_.gate = options.gate;
     const std::int64_t scoring = scoring_tokens(engine, options.context_tokens, reading_);
+    const bool any_text = !options.texts.empty() || !options.files.empty();
     const std::int64_t room =
-        std::max(scoring, options.texts.empty() && options.files.empty() ? 0 : options.steps);
+        std::max({scoring, any_text ? options.steps : 0, options.tasks.empty() ? 0 : kTaskRoom});
     if (options.context_tokens + room > engine.context_tokens()) {
       throw EngineError(
           fmt::format("{} tokens of context and {} for steps or scoring do not fit "
@@ -194,7 +206,9 @@ class Evaluation {
     }
     for (const std::string& file : options_.files) {
       std::ifstream stream(file, std::ios::binary);
-      if (!stream) throw EngineError(fmt::format("{}: cannot be read", file));
+      if (!stream || !std::filesystem::is_regular_file(file)) {
+        throw EngineError(fmt::format("{}: cannot be read", file));
+      }
       const std::string whole((std::istreambuf_iterator<char>(stream)), {});
       text(file.substr(file.rfind('/') + 1), [&](std::int64_t prompt) {
         const std::size_t part = whole.size() / static_cast<std::size_t>(options_.prompts);
@@ -208,6 +222,7 @@ class Evaluation {
  private:
   static constexpr std::size_t kBytesPerToken = 8;  // more than any of the texts takes
   static constexpr std::int64_t kTaskSteps = 32;
+  static constexpr std::int64_t kTaskRoom = 192;  // of question and answer
 
   std::int64_t needed_tokens() const { return options_.context_tokens + options_.steps; }
   double prompt_work() const { return 2 * static_cast<double>(options_.context_tokens); }
@@ -273,18 +288,25 @@ class Evaluation {
           for (const std::vector<float>& row : dense) {
             const std::size_t step = account.divergences.size() % dense.size();
             account.divergences.push_back(0);
+            account.step_means.push_back(0);
             account.agreements.add(true);
             account.log_loss -= log_probability(row, targets[step]);
           }
           continue;
         }
-        for (std::int64_t draw = 0; draw < (method.random ? options_.draws : 1); ++draw) {
+        const std::int64_t draws = method.random ? options_.draws : 1;
+        const std::size_t before = account.step_means.size();
+        account.step_means.resize(before + static_cast<std::size_t>(options_.steps));
+        for (std::int64_t draw = 0; draw < draws; ++draw) {
           const auto begin = std::chrono::steady_clock::now();
           CacheDecoder decoder(prompt, method.config, method.score, draw_of(number, draw));
           hook_.decode(engine_, steps, decoder,
                        [&](std::int64_t step, std::span<const float> logits) {
                          const std::vector<float>& truth = dense[static_cast<std::size_t>(step)];
-                         account.divergences.push_back(kl_divergence(truth, logits));
+                         const double kl = kl_divergence(truth, logits);
+                         account.divergences.push_back(kl);
+                         account.step_means[before + static_cast<std::size_t>(step)] +=
+                             kl / static_cast<double>(draws);
                          account.agreements.add(largest(truth) == largest(logits));
                          account.log_loss -=
                              log_probability(logits, targets[static_cast<std::size_t>(step)]);
@@ -501,6 +523,9 @@ std::vector<Method> select_methods(const EvalOptions& options) {
         add("risk_and_epsilon", config, score);
       }
     }
+  }
+  if (methods.empty()) {
+    throw InvalidArgument("no method is left to evaluate: it needs a score, a gate or a parameter");
   }
   return methods;
 }

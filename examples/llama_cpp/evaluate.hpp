@@ -32,7 +32,7 @@ struct Method {
 
 struct EvalOptions {
   std::vector<TextKind> texts;
-  std::vector<std::string> files;  // texts of the user
+  std::vector<std::string> files;  // texts of the user; their names tell them apart
   std::vector<TaskKind> tasks;
   std::int64_t context_tokens = 4000;
   std::int64_t steps = 256;     // teacher-forced, of texts
@@ -54,7 +54,7 @@ struct EvalOptions {
 };
 
 // Every combination that the options ask for. Throws InvalidArgument, with the names there are,
-// where a name in options.methods is none.
+// where a name in options.methods is none, and where they ask for no method at all.
 std::vector<Method> select_methods(const EvalOptions& options);
 
 // Called now and then: share of the work done, and what is being done.

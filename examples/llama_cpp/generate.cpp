@@ -58,10 +58,12 @@ void generate(Engine& engine, const AttentionHook& hook, const GenerateOptions& 
                       engine.model_name()));
     }
     // The question and what the form puts behind it go through the cache.
-    const std::size_t cut =
-        text.rfind(options.question) == std::string::npos || options.question.empty()
-            ? text.size()
-            : text.rfind(options.question);
+    const std::size_t begin = text.find(options.prompt + options.question);
+    if (begin == std::string::npos) {
+      throw EngineError(
+          fmt::format("the form of {} changes the prompt; leave --chat away", engine.model_name()));
+    }
+    const std::size_t cut = begin + options.prompt.size();
     prompt = engine.tokenize(std::string_view(text).substr(0, cut), true, true);
     question = engine.tokenize(std::string_view(text).substr(cut), false, true);
   } else {
@@ -142,11 +144,16 @@ void generate(Engine& engine, const AttentionHook& hook, const GenerateOptions& 
       "and metadata\n",
       100 * cost.resident_fraction, 100 * cost.fast_bytes / cost.cache_bytes,
       cost.cache_bytes / 1e6);
+  // Without an epsilon nothing was promised that could be kept.
+  const bool promised = config.fetch.mode == FetchMode::verified && config.fetch.epsilon < kOff;
+  const std::string kept = promised ? fmt::format(", {:.1f} % certified to eps {:g}",
+                                                  100 * cost.certified_share, config.fetch.epsilon)
+                                    : std::string();
   fmt::print(
       "moved {:.3f} % of the cache per step ({:.1f} kB), read {:.2f} %; {:.1f} % of the "
-      "decisions fetched, {:.1f} % certified; bound reached: median {:.3f}, 95 % {:.3f}\n",
+      "decisions fetched{}; bound reached: median {:.3f}, 95 % {:.3f}\n",
       100 * cost.moved_fraction, cost.moved_bytes / 1e3, 100 * cost.read_fraction,
-      100 * cost.fetching_share, 100 * cost.certified_share, examples::quantile(certificates, 0.5),
+      100 * cost.fetching_share, kept, examples::quantile(certificates, 0.5),
       examples::quantile(certificates, 0.95));
 }
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <optional>
+#include <set>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -124,9 +125,12 @@ class Gatherer : public NodeListener {
   }
 
   void begin_batch(std::int64_t position, std::int64_t tokens) override {
+    if (!first_batch_) check_served();
+    first_batch_ = false;
     position_ = position;
     tokens_ = tokens;
-    served_ = 0;
+    served_.clear();
+    hidden_.clear();
   }
 
   bool wants(const ggml_tensor& node) override {
@@ -145,7 +149,11 @@ class Gatherer : public NodeListener {
     switch (name.role) {
       case Role::hidden:
         read(node, name.layer, buffer_);
+        if (static_cast<std::int64_t>(buffer_.size()) != tokens_ * node.ne[0]) {
+          refuse(name.layer, shape(node) + " is not one row per token");
+        }
         visitor_.hidden(layer, position_, tokens_, node.ne[0], buffer_.data());
+        hidden_.insert(name.layer);
         break;
       case Role::key:  // named two or three times; the last one is what goes into the cache
         read(node, name.layer, keys_);
@@ -165,7 +173,13 @@ class Gatherer : public NodeListener {
     }
   }
 
-  std::int64_t served() const { return served_; }
+  // Throws EngineError unless every layer has passed since the batch began.
+  void check_served() const {
+    if (served_.size() != layers_.size()) {
+      throw EngineError(fmt::format("{} of {} attention layers passed by the hook", served_.size(),
+                                    layers_.size()));
+    }
+  }
 
  private:
   void probabilities(const ggml_tensor& node, const AttentionLayer& layer) {
@@ -182,6 +196,10 @@ class Gatherer : public NodeListener {
   }
 
   void output(ggml_tensor& node, const AttentionLayer& layer) {
+    if (!served_.insert(layer.index).second) refuse(layer.index, shape(node) + " came twice");
+    if (visitor_.wants_hidden() && hidden_.count(layer.index) == 0) {
+      refuse(layer.index, "no node attn_norm, which this score needs");
+    }
     check(layer, "queries", queries_, layer.query_heads * layer.key_dim);
     check(layer, "keys", keys_, layer.kv_heads * layer.key_dim);
     check(layer, "values", values_, layer.kv_heads * layer.value_dim);
@@ -195,7 +213,6 @@ class Gatherer : public NodeListener {
     queries_.clear();
     keys_.clear();
     values_.clear();
-    ++served_;
   }
 
   void check(const AttentionLayer& layer, const char* what, const std::vector<float>& data,
@@ -214,7 +231,9 @@ class Gatherer : public NodeListener {
   std::vector<float> buffer_;
   std::int64_t position_ = 0;
   std::int64_t tokens_ = 0;
-  std::int64_t served_ = 0;
+  bool first_batch_ = true;
+  std::set<std::int64_t> served_;
+  std::set<std::int64_t> hidden_;
 };
 
 // Reads the shape of every layer off the graph, without knowing anything beforehand.
@@ -261,7 +280,9 @@ class Explorer : public NodeListener {
         break;
       case Role::output:
         found.output = true;
-        if (node.ne[1] != tokens_) refuse(name->layer, shape(node) + " is not one row per token");
+        if (node.ne[1] != tokens_ || !ggml_is_contiguous(&node)) {
+          refuse(name->layer, shape(node) + " is not one row per token");
+        }
         if (found.shape.query_heads > 0) {
           found.shape.value_dim = node.ne[0] / found.shape.query_heads;
         }
@@ -368,6 +389,22 @@ class Checker : public AttentionVisitor {
   std::map<std::int64_t, Errors> errors_;
 };
 
+// Writes zeros in place of one layer's output.
+class Eraser : public AttentionVisitor {
+ public:
+  explicit Eraser(std::int64_t layer) : layer_(layer) {}
+  bool attention(const LayerCall& call, std::span<float> output) override {
+    if (call.layer->index != layer_) return false;
+    std::fill(output.begin(), output.end(), 0.0f);
+    return true;
+  }
+
+ private:
+  std::int64_t layer_;
+};
+
+constexpr std::size_t kWriteCheckTokens = 12;
+
 // The engine rounds queries, keys, values and probabilities to 16-bit floats.
 constexpr double kCheckTolerance = 0.02;
 
@@ -378,8 +415,13 @@ AttentionHook::AttentionHook(Engine& engine) {
   const std::int64_t window = engine.window_tokens();
   std::vector<Token> text = engine.tokenize("The quick brown fox counts: one, two, three.", true);
   const auto first = static_cast<std::int64_t>(text.size());
-  const std::int64_t wanted =
-      std::min(engine.context_tokens(), std::max<std::int64_t>(96, window + 64));
+  const std::int64_t wanted = std::max<std::int64_t>(96, window + 64);
+  if (engine.context_tokens() < wanted) {
+    throw EngineError(
+        fmt::format("the engine's context of {} tokens is too short for the check of "
+                    "the hook, which takes {}",
+                    engine.context_tokens(), wanted));
+  }
   for (std::int64_t i = first; i < wanted; ++i) {
     text.push_back(static_cast<Token>((i * 7919 + 1000) % engine.vocabulary()));
   }
@@ -426,16 +468,29 @@ AttentionHook::AttentionHook(Engine& engine) {
     if (windowed) layer.window_tokens = window;
     check_error_ = std::max(check_error_, error);
   }
+
+  const std::span<const Token> few = std::span<const Token>(text).first(kWriteCheckTokens);
+  const auto logits_without = [&](std::int64_t layer) {
+    Eraser eraser(layer);
+    decode(engine, few, eraser, nullptr);
+    const std::span<const float> logits = engine.last_logits();
+    std::vector<float> copy(logits.begin(), logits.end());
+    engine.truncate(0);
+    return copy;
+  };
+  const std::vector<float> untouched = logits_without(-1);
+  for (const AttentionLayer& layer : layers_) {
+    if (logits_without(layer.index) == untouched) {
+      refuse(layer.index, "what is written to its output has no effect");
+    }
+  }
 }
 
 void AttentionHook::decode(Engine& engine, std::span<const Token> tokens, AttentionVisitor& visitor,
                            const LogitsReader& reader) const {
   Gatherer gatherer(layers_, visitor);
   engine.decode(tokens, &gatherer, reader);
-  if (!tokens.empty() && gatherer.served() != static_cast<std::int64_t>(layers_.size())) {
-    throw EngineError(fmt::format("{} of {} attention layers passed by the hook", gatherer.served(),
-                                  layers_.size()));
-  }
+  if (!tokens.empty()) gatherer.check_served();
 }
 
 }  // namespace verkv::llm

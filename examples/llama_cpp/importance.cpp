@@ -344,6 +344,9 @@ Prompt read_prompt(Engine& engine, const AttentionHook& hook, std::span<const To
     prompt.layers.push_back(std::move(layer));
   }
 
+  if (options.scores.count(Score::gate) > 0 && options.gate == nullptr) {
+    throw InvalidArgument("the score gate needs a gate");
+  }
   const bool repeat = any_repeat(options);
   const std::int64_t total = repeat ? 2 * count : count;
   constexpr std::int64_t slice_tokens = 512;  // between two reports of progress

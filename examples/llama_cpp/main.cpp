@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <new>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -37,20 +39,28 @@ constexpr int kExitFailure = 1;  // what was measured is not as it must be, or c
 constexpr int kExitUsage = 2;
 
 std::string read_file(const std::string& path) {
+  if (!std::filesystem::is_regular_file(path))
+    throw EngineError(fmt::format("{}: cannot be read", path));
   std::ifstream stream(path, std::ios::binary);
   std::string text((std::istreambuf_iterator<char>(stream)), {});
   if (!stream.is_open() || stream.bad()) throw EngineError(fmt::format("{}: cannot be read", path));
   return text;
 }
 
-// Room for `tokens` unless the user gave another size, and never more than the model was trained
-// for unless it must refuse with both numbers.
+// Room for `tokens`, or for what the model was trained for where that is less: the commands refuse
+// what does not fit with both numbers. Exactly what the user says, where he does.
 Engine open(const Options& options, std::int64_t tokens) {
   EngineOptions engine;
   engine.model_path = options.model;
   engine.threads = options.threads;
-  engine.context_tokens = options.engine_tokens > 0 ? options.engine_tokens : tokens;
+  engine.flexible = options.engine_tokens == 0;
+  engine.context_tokens = engine.flexible ? tokens : options.engine_tokens;
   return Engine(engine);
+}
+
+std::int64_t layers_to_replace(const AttentionHook& hook) {
+  return std::count_if(hook.layers().begin(), hook.layers().end(),
+                       [](const AttentionLayer& layer) { return layer.window_tokens == 0; });
 }
 
 // What scoring a prompt and decoding after it take beyond the prompt.
@@ -59,26 +69,43 @@ std::int64_t room_for(std::int64_t prompt_tokens, std::int64_t steps) {
          std::max<std::int64_t>(std::min<std::int64_t>(prompt_tokens, 2000) + 64, steps + 256);
 }
 
-void check_svg(const std::string& prefix) {
-  if (prefix.empty()) return;
-  for (const char* picture : {"-kl.svg", "-rate.svg"}) {
-    verkv::examples::check_writable(prefix + picture);
+std::vector<std::string> pictures(const std::string& prefix) {
+  if (prefix.empty()) return {};
+  return {prefix + "-kl.svg", prefix + "-rate.svg"};
+}
+
+// Nothing that is read may be written over, and no file be written twice. Throws before any work.
+void check_outputs(std::vector<std::string> outputs, const std::vector<std::string>& inputs) {
+  std::erase(outputs, std::string());
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    for (const std::string& input : inputs) {
+      if (!input.empty()) verkv::examples::check_writable(outputs[i], input, "a file to read");
+    }
+    verkv::examples::check_writable(outputs[i]);
+    for (std::size_t j = 0; j < i; ++j) {
+      if (std::filesystem::weakly_canonical(outputs[i]) ==
+          std::filesystem::weakly_canonical(outputs[j])) {
+        throw EngineError(fmt::format("{} would be written twice", outputs[i]));
+      }
+    }
   }
 }
 
 void draw(const std::string& prefix, const std::vector<EvalRow>& rows) {
   if (prefix.empty()) return;
-  verkv::examples::write_file(prefix + "-kl.svg",
+  verkv::examples::write_file(pictures(prefix)[0],
                               kl_against_moved_chart(rows, "What quality costs"));
-  verkv::examples::write_file(prefix + "-rate.svg",
+  verkv::examples::write_file(pictures(prefix)[1],
                               quality_against_rate_chart(rows, "Tasks, relative to dense"));
 }
 
 int evaluate_command(const Options& options, const std::string& command) {
   const EvalOptions& wanted = options.evaluation;
-  if (!options.json.empty())
-    verkv::examples::check_writable(options.json, options.model, "--model");
-  check_svg(options.svg);
+  std::vector<std::string> outputs = pictures(options.svg);
+  outputs.push_back(options.json);
+  std::vector<std::string> inputs = wanted.files;
+  inputs.insert(inputs.end(), {options.model, options.gate});
+  check_outputs(std::move(outputs), inputs);
   (void)select_methods(wanted);  // refuses a wrong name before anything is loaded
   Engine engine = open(options, room_for(wanted.context_tokens, wanted.steps));
   const AttentionHook hook(engine);
@@ -96,6 +123,8 @@ int evaluate_command(const Options& options, const std::string& command) {
   settings.model_path = options.model.substr(options.model.rfind('/') + 1);
   settings.seed = evaluation.seed;
   settings.steps = evaluation.steps;
+  settings.layers_replaced = layers_to_replace(hook);
+  settings.layers = engine.layers();
   constexpr std::int64_t whole = 1'000'000;
   std::vector<EvalRow> rows;
   {
@@ -117,7 +146,7 @@ int evaluate_command(const Options& options, const std::string& command) {
 }
 
 int chart_command(const Options& options) {
-  check_svg(options.svg);
+  check_outputs(pictures(options.svg), options.inputs);
   std::vector<EvalRow> rows;
   for (const std::string& input : options.inputs) {
     const std::vector<EvalRow> more = read_rows(input);
@@ -172,7 +201,7 @@ int record_command(const Options& options) {
   recording.layers = options.layers;
   recording.steps = steps;
   recording.scores = {options.scores.begin(), options.scores.end()};
-  if (!options.out.empty()) verkv::examples::check_writable(options.out, options.model, "--model");
+  check_outputs({options.out}, {options.model, options.text_file, options.like});
   if (!options.like.empty()) {
     const verkv::RecordedCache like = verkv::RecordedCache::load(options.like);
     Engine engine = open(options, room_for(like.prompt_tokens(), like.steps()));
@@ -205,7 +234,7 @@ int record_command(const Options& options) {
 }
 
 int train_gate_command(const Options& options) {
-  verkv::examples::check_writable(options.out, options.model, "--model");
+  check_outputs({options.out}, {options.model});
   const EvalOptions& wanted = options.evaluation;
   Engine engine = open(options, room_for(wanted.context_tokens, 0));
   const AttentionHook hook(engine);
@@ -258,6 +287,7 @@ int run(const Options& options, const std::string& command) {
     case Command::train_gate:
       return train_gate_command(options);
     case Command::unpack:
+      check_outputs({options.out}, {options.model});
       unpack_model(options.model, options.out, options.threads);
       return 0;
   }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <map>
+#include <set>
 
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
@@ -29,15 +29,18 @@ SketchConfig parse_sketch(const std::string& text) {
 }
 
 double parse_number(const std::string& text, const char* what, double low, double high) {
-  if (text == "off") return kOff;
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size() || !(value > low) ||
       !(value <= high)) {
     throw UsageError(
-        fmt::format("{} is {}; it must be off or above {} and at most {}", what, text, low, high));
+        fmt::format("{} is {}; it must be above {} and at most {}", what, text, low, high));
   }
   return value;
+}
+
+double parse_rule(const std::string& text, const char* what, double high) {
+  return text == "off" ? kOff : parse_number(text, what, 0, high);
 }
 
 Score to_score(const std::string& text) {
@@ -66,12 +69,13 @@ TaskKind to_task(const std::string& text) {
   return *kind;
 }
 
-// "none" is the empty list.
+// "none" is the empty list; what is named twice counts once.
 template <class T, class Convert>
 void convert(const std::vector<std::string>& words, std::vector<T>& values, Convert&& one) {
   values.clear();
+  std::set<std::string> seen;
   for (const std::string& word : words) {
-    if (word != "none") values.push_back(one(word));
+    if (word != "none" && seen.insert(word).second) values.push_back(one(word));
   }
 }
 
@@ -244,8 +248,10 @@ class Reader {
         ->capture_default_str();
     sub.add_option("--seed", options_.evaluation.seed, "Of the generated text")
         ->capture_default_str();
-    sub.add_option("--like", options_.like,
-                   "Make this recording again: its tokens, layers and steps; compares both");
+    CLI::Option* like =
+        sub.add_option("--like", options_.like,
+                       "Make this recording again: its tokens, layers, steps and scores; compares "
+                       "both");
     sub.add_option("--context", record_context_, "Tokens of the prompt (default 4000)")
         ->check(CLI::Range(64, 1 << 24));
     sub.add_option("--steps", record_steps_, "Decode steps (default 64)")
@@ -253,6 +259,10 @@ class Reader {
     sub.add_option("--layers", options_.layers, "Layers of the model (default: all)")
         ->delimiter(',');
     list(sub, "--importance", words_.scores, "Scores to record");
+    for (const char* other :
+         {"--text", "--kind", "--seed", "--context", "--steps", "--layers", "--importance"}) {
+      like->excludes(other);
+    }
   }
 
   void train_gate() {
@@ -335,13 +345,29 @@ void check(const Words& words, Options& options) {
       evaluation.files.empty() && evaluation.tasks.empty()) {
     throw UsageError("there is nothing to evaluate: name --texts, --text or --tasks");
   }
+  if (options.command == Command::evaluate) {
+    std::vector<Score> scores = evaluation.sampling_scores;
+    scores.insert(scores.end(), evaluation.largest_scores.begin(), evaluation.largest_scores.end());
+    if (options.gate.empty() &&
+        (std::find(scores.begin(), scores.end(), Score::gate) != scores.end() ||
+         evaluation.methods.count("top_k_gate") > 0)) {
+      throw UsageError("the score gate needs the file of a gate: --gate FILE");
+    }
+    std::set<std::string> names;
+    for (const std::string& file : evaluation.files) {
+      if (!names.insert(file.substr(file.rfind('/') + 1)).second) {
+        throw UsageError(
+            fmt::format("--text names two files {}", file.substr(file.rfind('/') + 1)));
+      }
+    }
+  }
   options.text_kind = to_text(words.text);
 
   CacheConfig& config = options.method.config;
   config.keep = parse_number(words.keep, "--keep", 0, 1);
-  config.fetch.epsilon = parse_number(words.epsilon, "--epsilon", 0, 1);
-  config.fetch.risk = parse_number(words.risk, "--risk", 0, 1e9);
-  config.fetch.probability = parse_number(words.probability, "--probability", 0, 1);
+  config.fetch.epsilon = parse_rule(words.epsilon, "--epsilon", 1);
+  config.fetch.risk = parse_rule(words.risk, "--risk", 1e9);
+  config.fetch.probability = parse_rule(words.probability, "--probability", 1);
   config.sketch = parse_sketch(words.sketch);
   config.select = words.select == "topk" ? Selection::topk : Selection::poisson;
   const bool fetches =

@@ -140,10 +140,6 @@ std::vector<AttentionLayer> choose_layers(const AttentionHook& hook,
   return chosen;
 }
 
-Token largest(std::span<const float> logits) {
-  return static_cast<Token>(std::max_element(logits.begin(), logits.end()) - logits.begin());
-}
-
 Recording make_recording(Engine& engine, const AttentionHook& hook, std::span<const Token> prompt,
                          std::span<const Token> next, const RecordOptions& options,
                          const PromptProgress& progress) {
@@ -154,12 +150,12 @@ Recording make_recording(Engine& engine, const AttentionHook& hook, std::span<co
                     "the least",
                     tokens, options.steps));
   }
-  if (!next.empty() && static_cast<std::int64_t>(next.size()) < options.steps) {
+  if (static_cast<std::int64_t>(next.size()) < options.steps) {
     throw InvalidArgument(
         fmt::format("{} tokens for {} steps to go on with", next.size(), options.steps));
   }
-  if (options.scores.count(Score::gate) > 0 && options.gate == nullptr) {
-    throw InvalidArgument("the score gate needs a gate");
+  if (options.scores.count(Score::gate) > 0) {
+    throw InvalidArgument("gate scores are not recorded");
   }
   if (tokens + options.steps > engine.context_tokens()) {
     throw EngineError(fmt::format("{} tokens and {} steps do not fit the context of {} tokens",
@@ -172,7 +168,6 @@ Recording make_recording(Engine& engine, const AttentionHook& hook, std::span<co
   recording.positions = query_positions(tokens, options.query_positions_count);
   PromptOptions prompt_options;
   prompt_options.scores = options.scores;
-  prompt_options.gate = options.gate;
   prompt_options.repeat_chunk_tokens = options.repeat_chunk_tokens;
   prompt_options.query_positions.insert(recording.positions.begin(), recording.positions.end());
   Prompt read = read_prompt(engine, hook, prompt, prompt_options, progress);
@@ -190,18 +185,8 @@ Recording make_recording(Engine& engine, const AttentionHook& hook, std::span<co
   }
 
   StepRecorder recorder(recording.layers);
-  if (!next.empty()) {
-    recording.next.assign(next.begin(), next.begin() + options.steps);
-    hook.decode(engine, recording.next, recorder, nullptr);
-    return recording;
-  }
-  // What was computed last may be a repetition; the last token of the prompt is wanted.
-  engine.truncate(tokens - 1);
-  engine.decode(prompt.last(1), nullptr, nullptr);
-  for (std::int64_t step = 0; step < options.steps; ++step) {
-    recording.next.push_back(largest(engine.last_logits()));
-    hook.decode(engine, {&recording.next.back(), 1}, recorder, nullptr);
-  }
+  recording.next.assign(next.begin(), next.begin() + options.steps);
+  hook.decode(engine, recording.next, recorder, nullptr);
   return recording;
 }
 

@@ -19,15 +19,14 @@ struct RecordOptions {
   std::vector<std::int64_t> layers;  // of the model; empty: all that attend to everything
   std::int64_t steps = 64;
   std::set<Score> scores;
-  const Gate* gate = nullptr;               // for Score::gate
   std::int64_t query_positions_count = 64;  // of the prompt, every eighth from the end; 0: none
   std::int64_t repeat_chunk_tokens = 2000;  // of the prompt at a time, for scores by repetition
   std::string source;                       // metadata: where the prompt is from
   std::string model_note;                   // metadata: added to the model's name
 };
 
-// Reads `prompt` and takes `steps` steps: with the first of the tokens `next` where there are any,
-// otherwise greedily, past a mark of an end too. Writes `out`, which carries the tokens as well.
+// Reads `prompt` and takes `steps` steps with the first of the tokens `next`. Writes `out`, which
+// carries the tokens as well.
 // Throws InvalidArgument for options that fit no such file, EngineError for a layer that the model
 // does not have or that has a window, for layers of different scale or soft cap (the file has one),
 // and where the context is too short; OutputFileError where `out` cannot be written.
