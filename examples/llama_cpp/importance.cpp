@@ -10,6 +10,8 @@
 
 #include "gate.hpp"
 
+#include <verkv/importance.hpp>
+
 namespace verkv::llm {
 
 namespace {
@@ -34,6 +36,19 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 }
 
 std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+// Cells stand in the order of positions as long as only the end is ever removed: then the
+// probabilities of a row are all in its first `seen` cells.
+void check_cells(const AttentionLayer& shape, const float* row, std::int64_t seen) {
+  double all = 0;
+  for (std::int64_t i = 0; i < seen; ++i) all += static_cast<double>(row[i]);
+  if (!(std::abs(all - 1) < 1e-2)) {
+    throw EngineError(
+        fmt::format("layer {}: the probabilities of {} tokens add up to {:.3g} instead of 1; the "
+                    "engine does not keep its cells in the order of positions",
+                    shape.index, seen, all));
+  }
+}
 
 // Keys, values and whatever can be scored while the prompt is read.
 class PrefillVisitor : public AttentionVisitor {
@@ -85,6 +100,7 @@ class PrefillVisitor : public AttentionVisitor {
         const float* row = data + (head * tokens + t) * cells;
         const std::int64_t seen = position + t + 1;
         const bool late = tokens_ - seen < kSnapKvWindow;
+        if (head == 0 && t == 0) check_cells(shape, row, seen);
         for (const auto& [score, wanted] :
              {std::pair{Score::h2o, true}, std::pair{Score::snapkv, late}}) {
           const auto found = layer.scores.find(score);
@@ -109,10 +125,9 @@ class PrefillVisitor : public AttentionVisitor {
       if (key_norm != layer.scores.end()) {
         for (std::int64_t head = 0; head < shape.kv_heads; ++head) {
           const float* key = call.keys + (t * shape.kv_heads + head) * shape.key_dim;
-          float squares = 0;
-          for (std::int64_t d = 0; d < shape.key_dim; ++d) squares += key[d] * key[d];
-          key_norm->second[index(head * tokens_ + call.position + t)] =
-              1 / std::sqrt(std::max(squares, 1e-12f));
+          key_norm->second[index(head * tokens_ + call.position + t)] = static_cast<float>(
+              1 / std::max(key_norm_importance(std::span<const float>(key, index(shape.key_dim))),
+                           1e-6));
         }
       }
       if (options_.query_positions.count(call.position + t) > 0) {
@@ -126,27 +141,20 @@ class PrefillVisitor : public AttentionVisitor {
   void finish() {
     for (PromptLayer& layer : prompt_.layers) {
       const auto snapkv = layer.scores.find(Score::snapkv);
-      if (snapkv != layer.scores.end()) smooth(snapkv->second);
+      if (snapkv == layer.scores.end()) continue;
+      const std::vector<float> sums = snapkv->second;
+      for (std::int64_t head = 0; head < layer.shape.kv_heads; ++head) {
+        const auto first = index(head * tokens_);
+        snapkv_importance(std::span<const float>(sums).subspan(first, index(tokens_)),
+                          kSnapKvNeighbours,
+                          std::span<float>(snapkv->second).subspan(first, index(tokens_)));
+      }
     }
   }
 
  private:
   static void append(std::vector<Half>& to, const float* from, std::int64_t count) {
     for (std::int64_t i = 0; i < count; ++i) to.push_back(to_half(from[i]));
-  }
-
-  void smooth(std::vector<float>& scores) const {
-    const std::vector<float> rough = scores;
-    const std::int64_t heads = static_cast<std::int64_t>(scores.size()) / tokens_;
-    for (std::int64_t head = 0; head < heads; ++head) {
-      for (std::int64_t i = 0; i < tokens_; ++i) {
-        const std::int64_t first = std::max<std::int64_t>(0, i - kSnapKvNeighbours / 2);
-        const std::int64_t last = std::min(tokens_ - 1, i + kSnapKvNeighbours / 2);
-        float sum = 0;
-        for (std::int64_t j = first; j <= last; ++j) sum += rough[index(head * tokens_ + j)];
-        scores[index(head * tokens_ + i)] = sum / static_cast<float>(last - first + 1);
-      }
-    }
   }
 
   Prompt& prompt_;
@@ -166,10 +174,12 @@ class RepeatVisitor : public AttentionVisitor {
       sums_[layer.shape.index].resize(index(layer.shape.kv_heads));
       for (Sums& sums : sums_[layer.shape.index]) {
         sums.largest.assign(index(last - first), 0.0f);
-        sums.first.assign(index(last - first), 0.0);
-        sums.second.assign(index(last - first), 0.0);
+        sums.sum.assign(index(last - first), 0.0);
+        sums.sum_of_squares.assign(index(last - first), 0.0);
+        sums.moments = {sums.largest, sums.sum, sums.sum_of_squares};
       }
     }
+    probability_.resize(index(last - first));
   }
 
   bool wants_probabilities(const AttentionLayer& layer) const override {
@@ -189,17 +199,12 @@ class RepeatVisitor : public AttentionVisitor {
         for (std::int64_t i = 0; i < sinks; ++i) total += row[i];
         for (std::int64_t i = first_; i < last_; ++i) total += row[i];
         for (std::int64_t i = tokens_; i < seen; ++i) total += row[i];
-        if (head == 0 && t == 0) check_cells(shape, row, seen, total);
-        ++sums.rows;
-        if (!(total > 0)) continue;
-        const float scale = 1 / total;
+        if (head == 0 && t == 0) check_cells(shape, row, seen);
+        const float scale = total > 0 ? 1 / total : 0.0f;
         for (std::int64_t i = first_; i < last_; ++i) {
-          const float p = row[i] * scale;
-          const std::size_t place = index(i - first_);
-          sums.largest[place] = std::max(sums.largest[place], p);
-          sums.first[place] += p;
-          sums.second[place] += p * p;
+          probability_[index(i - first_)] = row[i] * scale;
         }
+        sums.moments.add(probability_);
       }
     }
   }
@@ -209,15 +214,13 @@ class RepeatVisitor : public AttentionVisitor {
   void finish() {
     for (auto& [layer_index, layer] : layers_) {
       for (std::int64_t head = 0; head < layer->shape.kv_heads; ++head) {
-        const Sums& sums = sums_.at(layer_index)[index(head)];
+        const ProbabilityMoments& moments = sums_.at(layer_index)[index(head)].moments;
         for (std::int64_t i = first_; i < last_; ++i) {
           const std::size_t place = index(i - first_);
           const std::size_t to = index(head * tokens_ + i);
-          const double rows = static_cast<double>(sums.rows);
-          put(*layer, Score::kvzip, to, sums.largest[place]);
-          put(*layer, Score::kvzip_mean, to, static_cast<float>(sums.first[place] / rows));
-          put(*layer, Score::kvzip_rms, to,
-              static_cast<float>(std::sqrt(static_cast<double>(sums.second[place]) / rows)));
+          put(*layer, Score::kvzip, to, moments.largest[place]);
+          put(*layer, Score::kvzip_mean, to, static_cast<float>(moments.mean(place)));
+          put(*layer, Score::kvzip_rms, to, static_cast<float>(moments.root_mean_square(place)));
         }
       }
     }
@@ -226,23 +229,10 @@ class RepeatVisitor : public AttentionVisitor {
  private:
   struct Sums {
     std::vector<float> largest;
-    std::vector<float> first;
-    std::vector<float> second;
-    std::int64_t rows = 0;
+    std::vector<double> sum;
+    std::vector<double> sum_of_squares;
+    ProbabilityMoments moments;  // of the vectors above
   };
-
-  // Cells stand in the order of positions as long as only the end is ever removed.
-  void check_cells(const AttentionLayer& shape, const float* row, std::int64_t seen,
-                   float part) const {
-    double all = 0;
-    for (std::int64_t i = 0; i < seen; ++i) all += row[i];
-    if (!(std::abs(all - 1) < 1e-2) || !(part <= 1.01f)) {
-      throw EngineError(
-          fmt::format("layer {}: the probabilities of {} tokens add up to {:.3g} instead of 1; the "
-                      "engine does not keep its cells in the order of positions",
-                      shape.index, seen, all));
-    }
-  }
 
   static void put(PromptLayer& layer, Score score, std::size_t place, float value) {
     const auto found = layer.scores.find(score);
@@ -254,6 +244,7 @@ class RepeatVisitor : public AttentionVisitor {
   std::int64_t last_;
   std::map<std::int64_t, PromptLayer*> layers_;
   std::map<std::int64_t, std::vector<Sums>> sums_;
+  std::vector<float> probability_;  // one row over the chunk
 };
 
 constexpr std::int64_t kRequestTokens = 64;      // more than any wording below takes

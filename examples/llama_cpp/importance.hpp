@@ -23,7 +23,7 @@ namespace verkv::llm {
 //   repeat positions and the query heads of its KV head (KVzip, Kim et al. 2025). kvzip_mean,
 //   kvzip_rms: mean and root mean square of the same, which sampling wants
 //   (docs/math/importance.md).
-// snapkv: probability from the last 64 prompt positions, summed, then averaged over 7 neighbours
+// snapkv: probability from the last 64 prompt positions, summed, then the largest of 7 neighbours
 //   (SnapKV, Li et al. 2024). h2o: summed over all prompt positions (H2O, Zhang et al. 2023).
 // key_norm: 1 / |key| (Devoto et al. 2024). gate: a linear gate on the layer's input (gate.hpp).
 enum class Score { kvzip, kvzip_mean, kvzip_rms, snapkv, h2o, key_norm, gate };
