@@ -484,10 +484,12 @@ std::string kl_against_moved_chart(std::span<const EvalRow> rows, std::string ti
     const double plot_top = area.top + 8;
 
     std::string heading = panel.title;
-    const std::size_t fits = static_cast<std::size_t>(panel_width / (0.6 * kText));
-    if (heading.size() > fits && fits > 3) {
-      // The end tells panels apart.
-      heading = "..." + heading.substr(heading.size() - (fits - 3));
+    const std::size_t fits = static_cast<std::size_t>(panel_width / (0.62 * kText));
+    constexpr std::size_t kept = 8;
+    if (heading.size() > fits && fits > kept + 3) {
+      // The beginning says which model, the end tells its panels apart.
+      heading =
+          heading.substr(0, kept) + "..." + heading.substr(heading.size() - (fits - kept - 3));
     }
     svg.text({area.left, area.top - 7}, heading, kText, "start", kInk, true);
 
