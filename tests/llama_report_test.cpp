@@ -118,6 +118,24 @@ std::string read_error(const std::string& text) {
 
 }  // namespace
 
+TEST_CASE("Wilson's interval of a mean is the binomial one where the mean is a proportion") {
+  for (const std::int64_t trials : {1, 2, 8, 100}) {
+    for (std::int64_t hits = 0; hits <= trials; ++hits) {
+      const verkv::examples::Interval counted =
+          verkv::examples::wilson_interval(verkv::examples::Rate{hits, trials});
+      const verkv::examples::Interval mean = verkv::examples::wilson_interval(
+          static_cast<double>(hits) / static_cast<double>(trials), static_cast<double>(trials));
+      CHECK(counted.low == mean.low);
+      CHECK(counted.high == mean.high);
+    }
+  }
+  // Two of two solved is no certainty: the score test leaves 34 %.
+  const verkv::examples::Interval two = verkv::examples::wilson_interval(1.0, 2.0);
+  CHECK(two.low == Approx(1 / (1 + 1.959963984540054 * 1.959963984540054 / 2)));
+  CHECK(two.high == 1);
+  CHECK(std::isnan(verkv::examples::wilson_interval(0.5, 0.0).low));
+}
+
 TEST_CASE("rows come back from JSON as they were", "[llama_report]") {
   EvalRow full;
   double number = 0.1;
