@@ -43,7 +43,7 @@ Difference compare(const std::vector<std::vector<float>>& dense,
 }
 
 bool report(const char* what, const Difference& difference, std::size_t steps, bool passed) {
-  fmt::print("{:<44} KL mean {:.2e}, largest {:.2e}, same token {:3}/{}: {}\n", what, difference.kl,
+  fmt::print("{:<47} KL mean {:.2e}, largest {:.2e}, same token {:3}/{}: {}\n", what, difference.kl,
              difference.kl_most, difference.same, steps, passed ? "passed" : "FAILED");
   std::fflush(stdout);
   return passed;
@@ -102,7 +102,7 @@ bool self_test(Engine& engine, const AttentionHook& hook, std::int64_t context_t
              engine.model_name(), Engine::version(), prompt.layers.size(), engine.layers(),
              context_tokens, steps,
              all_replaced ? ", the engine's own cache emptied before ours answers" : "");
-  fmt::print("{:<44} largest relative difference {:.2e}: passed\n",
+  fmt::print("{:<47} largest relative difference {:.2e}: passed\n",
              "attention found = attention computed", hook.check_error());
   const Difference own = compare(dense, one_by_one);
   bool passed = report("the engine beside itself, one by one", own, dense.size(), true);
