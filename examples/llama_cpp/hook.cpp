@@ -446,7 +446,6 @@ AttentionHook::AttentionHook(Engine& engine) {
     }
     layers_.push_back(layer);
   }
-  layers_without_ = engine.layers() - static_cast<std::int64_t>(layers_.size());
   if (layers_.empty()) {
     throw EngineError(fmt::format("{}: no attention layer was found in its {} layers",
                                   engine.model_name(), engine.layers()));

@@ -64,8 +64,6 @@ class AttentionHook {
 
   // Layers with an attention of their own, in order; those with a sliding window included.
   const std::vector<AttentionLayer>& layers() const { return layers_; }
-  // Layers of the model that have no attention here, or share another layer's keys.
-  std::int64_t layers_without() const { return layers_without_; }
   // The worst relative difference of the check, over all layers.
   double check_error() const { return check_error_; }
 
@@ -75,7 +73,6 @@ class AttentionHook {
 
  private:
   std::vector<AttentionLayer> layers_;
-  std::int64_t layers_without_ = 0;
   double check_error_ = 0;
 };
 

@@ -10,7 +10,7 @@
 
 namespace verkv::llm {
 
-// The three checks of `verkv_llama self-test`, printed. True if all passed.
+// The checks of `verkv_llama self-test`, printed. True if all passed.
 bool self_test(Engine& engine, const AttentionHook& hook, std::int64_t context_tokens,
                std::int64_t steps, int threads);
 
