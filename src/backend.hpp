@@ -32,7 +32,9 @@ class Backend {
   virtual void append(SequenceId sequence, std::int64_t layer, const TensorView& keys,
                       const TensorView& values) = 0;
   // One view per layer; those of layers that are not compressed are not looked at.
-  virtual void compress(SequenceId sequence, std::span<const ImportanceView> importance) = 0;
+  // prompt_queries: likewise, or empty. Throws InvalidArgument on a query that is not finite.
+  virtual void compress(SequenceId sequence, std::span<const ImportanceView> importance,
+                        std::span<const TensorView> prompt_queries) = 0;
   virtual void redraw(SequenceId sequence, std::uint64_t draw) = 0;
 
   // Both report spans have their full size. Padding rows are written too (output 0, LSE -infinity,

@@ -146,7 +146,8 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   if (config.local_tokens < 0) add("{} local tokens; cannot be negative", config.local_tokens);
   if (config.chunk_tokens < 0) add("{} chunk tokens; cannot be negative", config.chunk_tokens);
   const SketchConfig& sketch = config.sketch;
-  if (sketch.kind == SketchKind::lloyd_max && (sketch.bits < 2 || sketch.bits > 4)) {
+  if ((sketch.kind == SketchKind::lloyd_max || sketch.kind == SketchKind::calibrated) &&
+      (sketch.bits < 2 || sketch.bits > 4)) {
     add("a Lloyd-Max sketch of {} bits; 2, 3 and 4 are supported", sketch.bits);
   }
   if (sketch.kind == SketchKind::minmax && sketch.bits != 2) {
@@ -186,7 +187,10 @@ double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType st
   if (layer.key_dim < 1 || layer.value_dim < 1) {
     invalid("head sizes {} and {}; both must be positive", layer.key_dim, layer.value_dim);
   }
-  const SketchShape shape{sketch.kind, sketch.bits, static_cast<int>(layer.key_dim)};
+  // The matrices of a calibrated sketch are of one sequence, not of a token: not counted here.
+  const SketchKind kind =
+      sketch.kind == SketchKind::calibrated ? SketchKind::lloyd_max : sketch.kind;
+  const SketchShape shape{kind, sketch.bits, static_cast<int>(layer.key_dim)};
   const double full = static_cast<double>(layer.key_dim + layer.value_dim) *
                       static_cast<double>(size_bytes(storage));
   // Per token: sketch and odds. Per resident: its row and its 4-byte position.
@@ -356,7 +360,8 @@ void KvCacheManager::append(SequenceId sequence, std::int64_t layer_index, const
   impl_->backend->append(sequence, layer_index, keys, values);
 }
 
-void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceView> importance) {
+void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceView> importance,
+                              std::span<const TensorView> prompt_queries) {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   const CacheConfig& config = impl_->config;
@@ -391,7 +396,16 @@ void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceVie
       }
     }
   }
-  impl_->backend->compress(sequence, importance);
+  if (!prompt_queries.empty() && prompt_queries.size() != config.layers.size()) {
+    invalid("prompt queries of {} layers given, the configuration has {}", prompt_queries.size(),
+            config.layers.size());
+  }
+  for (std::size_t i = 0; i < prompt_queries.size(); ++i) {
+    const LayerConfig& layer = config.layers[i];
+    if (!impl_->compressible(layer) || prompt_queries[i].tokens == 0) continue;
+    check_rows("prompt queries", prompt_queries[i], layer.query_heads, layer.key_dim);
+  }
+  impl_->backend->compress(sequence, importance, prompt_queries);
 }
 
 void KvCacheManager::redraw(SequenceId sequence, std::uint64_t draw) {

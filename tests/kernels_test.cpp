@@ -371,10 +371,10 @@ struct SketchCase {
   std::int64_t out_stride = 0;
 
   SketchCase(verkv::SketchKind kind, int code_bits, int dim, std::int64_t tokens, int query_heads,
-             bool with_nan) {
+             bool with_nan, int fine = 0) {
     Random random(
         static_cast<std::uint32_t>(dim * 1009 + tokens * 17 + query_heads * 5 + code_bits));
-    shape = {kind, code_bits, dim};
+    shape = {kind, code_bits, dim, fine};
     levels = verkv::sketch_levels(kind, code_bits);
     count = tokens;
     heads = query_heads;
@@ -425,10 +425,10 @@ struct SketchCase {
 };
 
 void check_sketch(verkv::SketchKind kind, int code_bits, int dim, std::int64_t count, int heads,
-                  bool with_nan) {
-  INFO((kind == verkv::SketchKind::minmax ? "minmax " : "lloyd_max ")
-       << code_bits << " bits, dim " << dim << ", count " << count << ", heads " << heads);
-  const SketchCase test(kind, code_bits, dim, count, heads, with_nan);
+                  bool with_nan, int fine = 0) {
+  INFO("kind " << static_cast<int>(kind) << ", " << code_bits << " bits, dim " << dim << ", fine "
+               << fine << ", count " << count << ", heads " << heads);
+  const SketchCase test(kind, code_bits, dim, count, heads, with_nan, fine);
   std::vector<float> expected, expected_largest;
   test.run(verkv::cpu::scalar_kernels(), expected, expected_largest);
   for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
@@ -455,7 +455,18 @@ TEST_CASE("sketch_logits: vectors give the bits of the scalar kernel", "[kernels
       }
     }
   }
+  SECTION("calibrated: every split into coordinates of 4 and of 2 bits") {
+    for (const int dim : kDims) {
+      for (int heads = 1; heads <= verkv::cpu::kMaxHeads; heads += heads == 4 ? 4 : 1) {
+        for (int fine = 0; fine < dim; fine += 16)
+          check_sketch(SketchKind::calibrated, 2, dim, 53, heads, heads == 3, fine);
+        check_sketch(SketchKind::calibrated, 4, dim, 53, heads, heads == 3, dim);
+      }
+    }
+  }
   SECTION("every count") {
+    for (const std::int64_t count : kCounts)
+      check_sketch(SketchKind::calibrated, 2, 48, count, 3, false, 16);
     for (const auto& [kind, code_bits] : kinds) {
       for (const std::int64_t count : kCounts) {
         check_sketch(kind, code_bits, 64, count, 3, false);
@@ -834,11 +845,12 @@ TEST_CASE("scalar sketch logits agree with double", "[kernels]") {
        std::vector<std::pair<SketchKind, int>>{{SketchKind::lloyd_max, 2},
                                                {SketchKind::lloyd_max, 3},
                                                {SketchKind::lloyd_max, 4},
+                                               {SketchKind::calibrated, 2},
                                                {SketchKind::minmax, 2}}) {
     for (const int dim : kDims) {
-      INFO((kind == SketchKind::minmax ? "minmax " : "lloyd_max ")
-           << code_bits << " bits, dim " << dim);
-      const SketchCase test(kind, code_bits, dim, 50, 2, false);
+      const int fine = kind == SketchKind::calibrated ? dim / 3 / 16 * 16 : 0;
+      INFO("kind " << static_cast<int>(kind) << ", " << code_bits << " bits, dim " << dim);
+      const SketchCase test(kind, code_bits, dim, 50, 2, false, fine);
       std::vector<float> out, largest;
       test.run(verkv::cpu::scalar_kernels(), out, largest);
       for (int h = 0; h < test.heads; ++h) {
@@ -857,12 +869,13 @@ TEST_CASE("scalar sketch logits agree with double", "[kernels]") {
               const unsigned single = static_cast<unsigned>(j % 8);
               code += 4 * ((unsigned{test.codes[high + size(j / 8 * 16) + lane]} >> single) & 1u);
             }
-            if (code_bits == 4) {
+            if (code_bits == 4 || j < fine) {
               code += 4 * ((unsigned{test.codes[high + size(j / 4 * 16) + lane]} >> pair) & 3u);
             }
-            const int level = kind == SketchKind::minmax
-                                  ? static_cast<int>(code)
-                                  : static_cast<int>(test.levels.byte[code]) - 127;
+            const bool coarse = kind == SketchKind::calibrated && j >= fine;
+            const int level = kind == SketchKind::minmax ? static_cast<int>(code)
+                              : coarse ? static_cast<int>(test.levels.coarse_byte[code]) - 127
+                                       : static_cast<int>(test.levels.byte[code]) - 127;
             dot += level * test.q[size(h * test.q_stride + j)];
           }
           const double scaled =

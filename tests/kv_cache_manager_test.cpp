@@ -186,10 +186,13 @@ Scores random_scores(Random& random, std::int64_t heads, std::int64_t tokens, Sc
   return scores;
 }
 
-void compress(KvCacheManager& cache, SequenceId sequence, const std::vector<Scores>& scores) {
+void compress(KvCacheManager& cache, SequenceId sequence, const std::vector<Scores>& scores,
+              const std::vector<Block>& prompt_queries = {}) {
   std::vector<ImportanceView> views;
   for (const Scores& s : scores) views.push_back(s.view());
-  cache.compress(sequence, views);
+  std::vector<TensorView> queries;
+  for (const Block& block : prompt_queries) queries.push_back(block.view());
+  cache.compress(sequence, views, queries);
 }
 
 // ---- One step and its answer ----
@@ -278,6 +281,7 @@ struct MirrorHead {
   Vector odds;
   std::vector<bool> resident;
   std::size_t mean_tokens = 0;
+  verkv::SketchBasis basis;
   Vector window_square;  // of the tokens that are not compressed
   Vector window_steps;
 };
@@ -325,17 +329,27 @@ class Mirror {
       } else {
         odds = verkv::reference::pool_odds(config_, pool);
       }
-      for (std::size_t h = 0; h < heads.size(); ++h) take(layer, h, odds[h]);
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        // A first compression during decode knows no queries, and its scores do not count.
+        if (config_.sketch.kind == SketchKind::calibrated && heads[h].odds.empty())
+          calibrate(layer, h, odds[h], Vector(odds[h].size(), 0.0), {});
+        take(layer, h, odds[h]);
+      }
     }
   }
 
-  void compress(const std::vector<Scores>& scores) {
+  void compress(const std::vector<Scores>& scores, const std::vector<Block>& prompt_queries = {}) {
     if (config_.keep >= 1) return;
     std::vector<verkv::reference::PoolHead> pool;
     std::vector<std::pair<std::int64_t, std::size_t>> owner;
     const auto solve = [&] {
       const std::vector<Vector> odds = pool_odds(config_, pool);
-      for (std::size_t i = 0; i < owner.size(); ++i) take(owner[i].first, owner[i].second, odds[i]);
+      for (std::size_t i = 0; i < owner.size(); ++i) {
+        const auto [layer, h] = owner[i];
+        if (config_.sketch.kind == SketchKind::calibrated && pool[i].begin == 0)
+          calibrate(layer, h, odds[i], pool[i].tau, prompt_queries);
+        take(layer, h, odds[i]);
+      }
       pool.clear();
       owner.clear();
     };
@@ -384,6 +398,7 @@ class Mirror {
     result.odds = m.odds;
     result.resident = m.resident;
     result.mean_tokens = m.mean_tokens;
+    result.basis = &m.basis;
     return result;
   }
 
@@ -431,6 +446,19 @@ class Mirror {
         // sketch), a sum and a count for each token of the window.
         report.metadata_bytes += 4 * residents + 2 * whole_groups + 8 * window;
         if (compressed == 0 || config_.sketch.kind == SketchKind::exact) continue;
+        if (config_.sketch.kind == SketchKind::calibrated) {
+          // 2 bits of every stored coordinate, 2 more of the fine ones, in whole bytes; a scale;
+          // the means in binary32; the query's matrix in binary16, the keys' in binary32 on the
+          // host.
+          const std::int64_t dim = head.basis.shape.dim;
+          const std::int64_t fine = head.basis.shape.fine;
+          report.sketch_bytes += whole_groups * ((dim + 3) / 4 + (fine + 3) / 4 + 2) +
+                                 4 * layer.key_dim + 2 * dim * layer.key_dim;
+          report.host_bytes += 4 * dim * layer.key_dim;
+          // Never more than the bits that were asked for.
+          CHECK(4 * fine + 2 * (dim - fine) <= config_.sketch.bits * layer.key_dim);
+          continue;
+        }
         const bool minmax = config_.sketch.kind == SketchKind::minmax;
         const std::int64_t bits = config_.sketch.bits;
         // Whole bytes of every plane: 4 coordinates a byte of 2 bits, 8 a byte of 1 bit.
@@ -455,6 +483,28 @@ class Mirror {
     return {config_.seed, draw_,
             static_cast<std::uint32_t>(c.global_layer < 0 ? layer : c.global_layer),
             static_cast<std::uint32_t>(c.first_global_kv_head) + static_cast<std::uint32_t>(h)};
+  }
+
+  void calibrate(std::int64_t layer, std::size_t h, const Vector& odds, const Vector& tau,
+                 const std::vector<Block>& prompt_queries) {
+    const LayerConfig& c = config_.layers[size(layer)];
+    const std::int64_t group = c.query_heads / c.kv_heads;
+    std::vector<float> queries;
+    if (!prompt_queries.empty()) {
+      const Block& block = prompt_queries[size(layer)];
+      for (std::int64_t t = 0; t < block.tokens; ++t) {
+        for (std::int64_t g = 0; g < group; ++g) {
+          const auto row = block.row(t, static_cast<std::int64_t>(h) * group + g);
+          queries.insert(queries.end(), row.begin(), row.end());
+        }
+      }
+    }
+    MirrorHead& head = layers_[size(layer)][h];
+    const std::vector<float> mean =
+        verkv::reference::channel_means(head.key, odds.size(), size(c.key_dim));
+    head.basis = verkv::calibrate_sketch(config_.sketch.bits,
+                                         verkv::reference::BasisTokens(head.key, mean, odds, tau),
+                                         queries, config_.seed);
   }
 
   void take(std::int64_t layer, std::size_t h, const Vector& odds) {
@@ -652,7 +702,7 @@ Drawn random_setting(Random& random) {
                                                   budget - c.sink_tokens,
                                                   budget - c.sink_tokens + 1, drawn.tokens + 5}));
   if (random.below(12) == 0) c.sink_tokens = drawn.tokens + 3;
-  switch (random.below(6)) {
+  switch (random.below(9)) {
     case 0:
       c.sketch = {SketchKind::exact, 2};
       break;
@@ -665,8 +715,17 @@ Drawn random_setting(Random& random) {
     case 3:
       c.sketch = {SketchKind::lloyd_max, 4};
       break;
-    default:
+    case 4:
       c.sketch = {SketchKind::lloyd_max, 2};
+      break;
+    case 5:
+      c.sketch = {SketchKind::calibrated, 3};
+      break;
+    case 6:
+      c.sketch = {SketchKind::calibrated, 4};
+      break;
+    default:
+      c.sketch = {SketchKind::calibrated, 2};
       break;
   }
   c.fetch.epsilon = kOff;
@@ -759,6 +818,8 @@ TEST_CASE("Steps of random configurations agree with the reference") {
     const SequenceId sequence = cache->create_sequence(draw);
     Mirror mirror(config, draw);
     std::vector<Scores> scores;
+    std::vector<Block> prompt_queries;
+    const bool calibrate = random.below(4) > 0;
     const std::int64_t last = setting.tokens > 0 ? static_cast<std::int64_t>(random.below(3)) : 0;
     for (std::size_t l = 0; l < config.layers.size(); ++l) {
       const LayerConfig& layer = config.layers[l];
@@ -775,9 +836,14 @@ TEST_CASE("Steps of random configurations agree with the reference") {
       cache->append(sequence, index, keys.part(0, before).view(), values.part(0, before).view());
       mirror.append(index, keys.part(0, before), values.part(0, before));
       scores.push_back(random_scores(random, layer.kv_heads, before, setting.scores));
+      if (calibrate) {
+        const std::int64_t positions = one_of(random, std::vector<std::int64_t>{0, 1, 30});
+        prompt_queries.push_back(
+            random_block(random, positions, layer.query_heads, layer.key_dim, spread, 0.5));
+      }
     }
-    compress(*cache, sequence, scores);
-    mirror.compress(scores);
+    compress(*cache, sequence, scores, prompt_queries);
+    mirror.compress(scores, prompt_queries);
     for (std::size_t l = 0; l < config.layers.size(); ++l) {
       const LayerConfig& layer = config.layers[l];
       const std::int64_t index = static_cast<std::int64_t>(l);
@@ -975,8 +1041,10 @@ TEST_CASE("A step with logits of plus and minus 1e4 agrees with the reference") 
   Tally tally;
   for (int trial = 0; trial < 60; ++trial) {
     CacheConfig config = small_config();
-    config.sketch = trial % 3 == 0 ? verkv::SketchConfig{SketchKind::minmax, 2}
-                                   : verkv::SketchConfig{SketchKind::lloyd_max, 2 + trial % 3};
+    const SketchKind kind = trial % 7 == 0  ? SketchKind::minmax
+                            : trial % 7 < 4 ? SketchKind::calibrated
+                                            : SketchKind::lloyd_max;
+    config.sketch = {kind, kind == SketchKind::minmax ? 2 : 2 + trial % 3};
     config.fetch.cap = one_of(random, std::vector<double>{1, 2, kOff});
     config.fetch.mode = trial % 2 == 0 ? FetchMode::never : FetchMode::verified;
     config.fetch.limit_tokens = trial % 4 == 1 ? 2 : 0;
@@ -1003,11 +1071,12 @@ TEST_CASE("A step with logits of plus and minus 1e4 agrees with the reference") 
 
 TEST_CASE("Equal keys give equal weights") {
   for (const DType storage : {DType::f32, DType::f16}) {
-    for (const int sketch : {0, 1, 2}) {
+    for (const int sketch : {0, 1, 2, 3}) {
       CacheConfig config = small_config();
       config.storage = storage;
       config.sketch.kind = sketch == 0   ? SketchKind::exact
                            : sketch == 1 ? SketchKind::lloyd_max
+                           : sketch == 2 ? SketchKind::calibrated
                                          : SketchKind::minmax;
       Random random(8);
       const std::int64_t n = 200;
@@ -1035,7 +1104,7 @@ TEST_CASE("One dominant key that is not resident is fetched by either rule") {
     for (const ScoreKind kind :
          {ScoreKind::random, ScoreKind::zero, ScoreKind::equal, ScoreKind::with_zeros}) {
       for (const SketchKind sketch :
-           {SketchKind::exact, SketchKind::lloyd_max, SketchKind::minmax}) {
+           {SketchKind::exact, SketchKind::lloyd_max, SketchKind::calibrated, SketchKind::minmax}) {
         Random random(9);
         CacheConfig config = small_config();
         config.layers = {layer_of(1, 2, 128, 128)};
@@ -2049,7 +2118,8 @@ TEST_CASE("Byte limits hold on both tiers") {
 
 TEST_CASE("Overflowing logits never certify") {
   for (const bool vector_code : {true, false}) {
-    for (const SketchKind kind : {SketchKind::exact, SketchKind::lloyd_max, SketchKind::minmax}) {
+    for (const SketchKind kind :
+         {SketchKind::exact, SketchKind::lloyd_max, SketchKind::calibrated, SketchKind::minmax}) {
       for (const FetchMode mode : {FetchMode::verified, FetchMode::never, FetchMode::always}) {
         for (const FetchOrder order : {FetchOrder::key, FetchOrder::exact}) {
           for (const float magnitude : {1e30f, 3.4e38f}) {
@@ -2161,7 +2231,8 @@ TEST_CASE("What the certificate's plan fetches does certify") {
 // ---- Memory and statistics ----
 
 TEST_CASE("Every byte is accounted for") {
-  for (const SketchKind kind : {SketchKind::exact, SketchKind::lloyd_max, SketchKind::minmax}) {
+  for (const SketchKind kind :
+       {SketchKind::exact, SketchKind::lloyd_max, SketchKind::calibrated, SketchKind::minmax}) {
     for (const int bits : {2, 3, 4}) {
       if (kind == SketchKind::minmax && bits != 2) continue;
       for (const DType storage : {DType::f32, DType::f16}) {

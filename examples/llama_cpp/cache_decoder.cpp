@@ -34,6 +34,8 @@ CacheDecoder::CacheDecoder(const Prompt& prompt, CacheConfig config, Score score
 
   const auto tokens = static_cast<std::int64_t>(prompt.tokens.size());
   std::vector<ImportanceView> importance;
+  std::vector<TensorView> queries;
+  const auto positions = static_cast<std::int64_t>(prompt.query_positions.size());
   for (std::size_t i = 0; i < prompt.layers.size(); ++i) {
     const PromptLayer& layer = prompt.layers[i];
     const AttentionLayer& shape = layer.shape;
@@ -47,8 +49,10 @@ CacheDecoder::CacheDecoder(const Prompt& prompt, CacheConfig config, Score score
           fmt::format("layer {} of the prompt has no score {}", shape.index, name(score)));
     }
     importance.push_back({scores->second.data(), shape.kv_heads, tokens, tokens});
+    queries.push_back(
+        token_major(layer.queries.data(), DType::f32, positions, shape.query_heads, shape.key_dim));
   }
-  cache_->compress(sequence_, importance);
+  cache_->compress(sequence_, importance, queries);
 }
 
 bool CacheDecoder::attention(const LayerCall& call, std::span<float> output) {

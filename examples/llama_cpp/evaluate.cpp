@@ -440,9 +440,11 @@ std::string sketch_label(const CacheConfig& config) {
     case SketchKind::exact:
       return "exact";
     case SketchKind::lloyd_max:
-      return fmt::format("{} bits", config.sketch.bits);
+      return fmt::format("{} bits rotated", config.sketch.bits);
     case SketchKind::minmax:
       return "min-max";
+    case SketchKind::calibrated:
+      return fmt::format("{} bits", config.sketch.bits);
   }
   return {};
 }

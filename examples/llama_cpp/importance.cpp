@@ -130,7 +130,8 @@ class PrefillVisitor : public AttentionVisitor {
                            1e-6));
         }
       }
-      if (options_.query_positions.count(call.position + t) > 0) {
+      if (std::binary_search(prompt_.query_positions.begin(), prompt_.query_positions.end(),
+                             call.position + t)) {
         layer.queries.insert(layer.queries.end(), call.queries + t * row,
                              call.queries + (t + 1) * row);
       }
@@ -312,6 +313,21 @@ std::int64_t scoring_tokens(const Engine& engine, std::int64_t prompt_tokens,
   return Chunks(engine, prompt_tokens, options).tokens + kRequestTokens;
 }
 
+namespace {
+
+std::vector<std::int64_t> late_positions(std::int64_t tokens, std::int64_t count) {
+  constexpr std::int64_t stride = 8;
+  std::vector<std::int64_t> positions;
+  for (std::int64_t p = (tokens - 1) / stride * stride;
+       p >= 0 && static_cast<std::int64_t>(positions.size()) < count; p -= stride) {
+    positions.push_back(p);
+  }
+  std::reverse(positions.begin(), positions.end());
+  return positions;
+}
+
+}  // namespace
+
 Prompt read_prompt(Engine& engine, const AttentionHook& hook, std::span<const Token> tokens,
                    const PromptOptions& options, const PromptProgress& progress) {
   const auto count = static_cast<std::int64_t>(tokens.size());
@@ -323,6 +339,7 @@ Prompt read_prompt(Engine& engine, const AttentionHook& hook, std::span<const To
   }
   Prompt prompt;
   prompt.tokens.assign(tokens.begin(), tokens.end());
+  prompt.query_positions = late_positions(count, options.query_count);
   for (const AttentionLayer& shape : hook.layers()) {
     if (shape.window_tokens > 0) continue;
     PromptLayer layer;

@@ -38,13 +38,14 @@ struct PromptLayer {
   std::vector<Half> keys;                      // [token][KV head][key_dim]
   std::vector<Half> values;                    // [token][KV head][value_dim]
   std::map<Score, std::vector<float>> scores;  // [KV head][token]
-  std::vector<float> queries;                  // [position][query head][key_dim], where asked for
+  std::vector<float> queries;                  // [position][query head][key_dim]
 };
 
 // A prompt as a cache will get it: the layers that attend to everything.
 struct Prompt {
   std::vector<Token> tokens;
   std::vector<PromptLayer> layers;
+  std::vector<std::int64_t> query_positions;  // of PromptLayer::queries, ascending
   double seconds_prefill = 0;
   double seconds_scores = 0;
 };
@@ -55,7 +56,7 @@ struct PromptOptions {
   std::set<Score> scores;
   const Gate* gate = nullptr;               // for Score::gate
   std::int64_t repeat_chunk_tokens = 2000;  // less where the engine has less room
-  std::set<std::int64_t> query_positions;   // whose queries are kept
+  std::int64_t query_count = 64;            // late positions whose queries are kept, every eighth
   // Gets the inputs of the prompt's layers, as AttentionVisitor::hidden does.
   std::function<void(const AttentionLayer& layer, std::int64_t position, std::int64_t tokens,
                      std::int64_t width, const float* data)>

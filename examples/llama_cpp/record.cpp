@@ -25,8 +25,6 @@ namespace {
 using examples::TensorData;
 using examples::TensorType;
 
-constexpr std::int64_t kQueryStride = 8;
-
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 // One layer in the order of the file.
@@ -97,16 +95,6 @@ class StepRecorder : public AttentionVisitor {
   std::map<std::int64_t, Layer*> layers_;
 };
 
-std::vector<std::int64_t> query_positions(std::int64_t tokens, std::int64_t count) {
-  std::vector<std::int64_t> positions;
-  for (std::int64_t p = (tokens - 1) / kQueryStride * kQueryStride;
-       p >= 0 && static_cast<std::int64_t>(positions.size()) < count; p -= kQueryStride) {
-    positions.push_back(p);
-  }
-  std::reverse(positions.begin(), positions.end());
-  return positions;
-}
-
 // The layers to record, ascending; refuses what one file cannot hold.
 std::vector<AttentionLayer> choose_layers(const AttentionHook& hook,
                                           const std::vector<std::int64_t>& wanted) {
@@ -165,12 +153,12 @@ Recording make_recording(Engine& engine, const AttentionHook& hook, std::span<co
 
   Recording recording;
   recording.prompt.assign(prompt.begin(), prompt.end());
-  recording.positions = query_positions(tokens, options.query_positions_count);
   PromptOptions prompt_options;
   prompt_options.scores = options.scores;
   prompt_options.repeat_chunk_tokens = options.repeat_chunk_tokens;
-  prompt_options.query_positions.insert(recording.positions.begin(), recording.positions.end());
+  prompt_options.query_count = options.query_positions_count;
   Prompt read = read_prompt(engine, hook, prompt, prompt_options, progress);
+  recording.positions = read.query_positions;
   for (const AttentionLayer& shape : chosen) {
     const auto from =
         std::find_if(read.layers.begin(), read.layers.end(),

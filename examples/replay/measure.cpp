@@ -230,6 +230,7 @@ class Replay {
     config.storage = storage;
     config.threads = static_cast<int>(threads);
     std::vector<ImportanceView> importance;
+    std::vector<TensorView> prompt_queries;
     for (const std::size_t place : unit.places) {
       const RecordedLayer& layer = cache.layers()[places[place]];
       LayerConfig shape;
@@ -243,6 +244,7 @@ class Replay {
       shape.global_layer = layer.index;
       config.layers.push_back(shape);
       importance.push_back(layer.importance.at(method.importance));
+      prompt_queries.push_back(layer.prompt_query);
       layers_.push_back(&layer);
       references_.push_back(&references[place]);
     }
@@ -251,7 +253,7 @@ class Replay {
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       manager_->append(sequence_, static_cast<std::int64_t>(i), layers_[i]->key, layers_[i]->value);
     }
-    manager_->compress(sequence_, importance);
+    manager_->compress(sequence_, importance, prompt_queries);
   }
 
   std::size_t layers() const { return layers_.size(); }

@@ -36,7 +36,8 @@ constexpr const char* kWords = R"(Words
                A rule that is named switches the others off. None named: epsilon 0.3 with risk 1e-4 for poisson,
                probability 1e-3 for topk.
   fetch        verified: what the rules ask for. never: residents only. always: everything not resident.
-  sketch       Bits per key coordinate on the fast tier, 2, 3 or 4 (centred, rotated, Lloyd-Max levels); minmax: plain
+  sketch       Bits per key coordinate on the fast tier, 2, 3 or 4 on average, in a basis made from keys, importance
+               and the prompt's queries; rotated2 to 4: in a random one, the same bits for all; minmax: plain
                2 bits; exact: the keys themselves, the oracle of experiments, no saving.
   order        Which tokens are fetched first. key: by one key per token, cheap. exact: by Eq. 9 of the paper.
   cap          Bound on the weight of drawn tokens, for where the sketch was too small; off: none.
@@ -189,7 +190,8 @@ std::vector<std::pair<std::string, T>> worded(std::initializer_list<T> values) {
   return words;
 }
 
-constexpr std::array<const char*, 5> kSketches{"exact", "2", "3", "4", "minmax"};
+constexpr std::array<const char*, 8> kSketches{"exact",    "2",        "3",        "4",
+                                               "rotated2", "rotated3", "rotated4", "minmax"};
 // Of the grid of promises, unless others are named: no error of the sketch, the shipped one, and
 // one bit more.
 constexpr std::array<const char*, 3> kPromiseSketches{"exact", "2", "3"};
@@ -214,7 +216,8 @@ std::vector<std::string> parse_sketches(const std::string& text) {
 SketchConfig sketch_config(const std::string& word) {
   if (word == "exact") return {SketchKind::exact, 2};
   if (word == "minmax") return {SketchKind::minmax, 2};
-  return {SketchKind::lloyd_max, word[0] - '0'};
+  const SketchKind kind = word.size() > 1 ? SketchKind::lloyd_max : SketchKind::calibrated;
+  return {kind, word.back() - '0'};
 }
 
 // Names of scores that every one of the layers has.
@@ -422,6 +425,8 @@ std::string word(const SketchConfig& sketch) {
     case SketchKind::minmax:
       return "minmax";
     case SketchKind::lloyd_max:
+      return fmt::format("rotated{}", sketch.bits);
+    case SketchKind::calibrated:
       return fmt::format("{}", sketch.bits);
   }
   return "?";
@@ -429,8 +434,9 @@ std::string word(const SketchConfig& sketch) {
 
 std::string sketch_label(const SketchConfig& sketch) {
   if (sketch.kind == SketchKind::exact) return "exact sketch";
-  return sketch.kind == SketchKind::minmax ? "min-max sketch of 2 bits"
-                                           : fmt::format("{}-bit sketch", sketch.bits);
+  if (sketch.kind == SketchKind::minmax) return "min-max sketch of 2 bits";
+  return fmt::format("{}-bit {}sketch", sketch.bits,
+                     sketch.kind == SketchKind::lloyd_max ? "rotated " : "");
 }
 
 std::string rate_label(double keep) {

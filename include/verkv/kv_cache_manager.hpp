@@ -46,8 +46,8 @@ struct LayerConfig {
 };
 
 struct SketchConfig {
-  SketchKind kind = SketchKind::lloyd_max;
-  int bits = 2;  // 2, 3 or 4 for lloyd_max, 2 for minmax, ignored for exact
+  SketchKind kind = SketchKind::calibrated;
+  int bits = 2;  // 2, 3 or 4 a coordinate (calibrated: on average); 2 for minmax, ignored for exact
 };
 
 // When a step fetches, and what it promises. The set fetched is the larger of what the rules that
@@ -207,7 +207,12 @@ class VERKV_API KvCacheManager {
   // not cached or dense are ignored and may be empty. Scores need no normalisation; only ratios
   // within a pool matter. Throws InvalidArgument on a NaN, negative or infinite score, naming
   // layer, head and token, and on a wrong shape.
-  void compress(SequenceId sequence, std::span<const ImportanceView> importance);
+  // prompt_queries: what a calibrated sketch is made for at the first compression, one view per
+  // layer, [position][query head][key_dim], after RoPE as in attend; some 64 late positions of the
+  // prompt do. A layer's view may be empty (0 positions), and so may all of them: then only keys
+  // and importance shape the sketch, which costs accuracy. Other sketches do not look at them.
+  void compress(SequenceId sequence, std::span<const ImportanceView> importance,
+                std::span<const TensorView> prompt_queries = {});
 
   // Draws the sample of every compressed token anew, with the same inclusion probabilities; for
   // experiments.

@@ -6,6 +6,11 @@
 // contain it, so the step adds scale * q.mean to every sketched logit. minmax: 2 bits between the
 // token's own smallest and largest coordinate; no centring, no rotation.
 //
+// calibrated: the key goes to a basis that is made per head at the first compression
+// (src/sketch_basis.hpp, docs/math/sketch.md): orthogonal directions sorted by their share of the
+// logits' variance. The first `fine` coordinates have 4 bits, the next 2, the weakest are not
+// stored. The query goes to the dual basis, so products do not change.
+//
 // Scores are sums of products of small integers, so they have no order of summation: every backend
 // computes the same integer. A key coordinate enters as an unsigned byte, a query coordinate as a
 // signed one.
@@ -28,20 +33,27 @@ namespace verkv {
 // Tokens stored side by side. Codes of a group: low plane [dim / 4][16] bytes, each the low 2 bits
 // of 4 coordinates of one token (coordinate 4c + j in bits 2j and 2j + 1); then, for 3 bits, a high
 // plane [dim / 8][16] of the third bit of 8 coordinates; for 4 bits, a high plane [dim / 4][16]
-// laid out like the low one.
+// laid out like the low one; for calibrated, such a high plane [fine / 4][16] of the first `fine`
+// coordinates only.
 inline constexpr std::int64_t kSketchGroup = 16;
 
 struct SketchShape {
   SketchKind kind = SketchKind::lloyd_max;
   int bits = 2;
-  int dim = 0;
+  int dim = 0;   // coordinates that are stored; for calibrated that may be fewer than the key has
+  int fine = 0;  // calibrated: so many of them, the first, have 4 bits; a multiple of 16, or dim
 
-  // Coordinates stored; those past dim have query coordinate 0.
+  // Coordinates with padding; those past dim have query coordinate 0.
   VERKV_HD constexpr int padded_dim() const {
-    return bits == 3 ? (dim + 7) / 8 * 8 : (dim + 3) / 4 * 4;
+    return kind == SketchKind::lloyd_max && bits == 3 ? (dim + 7) / 8 * 8 : (dim + 3) / 4 * 4;
+  }
+  // Bits of one coordinate.
+  VERKV_HD constexpr int bits_of(int coordinate) const {
+    return kind != SketchKind::calibrated ? bits : coordinate < fine ? 4 : 2;
   }
   VERKV_HD constexpr int low_bytes() const { return padded_dim() / 4; }
   VERKV_HD constexpr int high_bytes() const {
+    if (kind == SketchKind::calibrated) return (fine + 3) / 4;
     return bits == 3 ? padded_dim() / 8 : bits == 4 ? padded_dim() / 4 : 0;
   }
   // Bytes of codes for one token.
@@ -53,7 +65,7 @@ struct SketchShape {
     return kind == SketchKind::exact ? 0 : code_bytes() + (kind == SketchKind::minmax ? 4 : 2);
   }
   // Subtracted from every level byte: levels are byte - bias.
-  VERKV_HD constexpr int bias() const { return kind == SketchKind::lloyd_max ? 127 : 0; }
+  VERKV_HD constexpr int bias() const { return kind == SketchKind::minmax ? 0 : 127; }
 };
 
 // Bytes of code storage for `tokens` tokens: whole groups.
@@ -82,9 +94,27 @@ struct SketchLevels {
       {};          // code = number of thresholds below the coordinate (in units of the rms)
   int count = 0;   // 2^bits
   float unit = 1;  // value of one byte step, in units of the token's scale
+  // calibrated: those of the coordinates with 2 bits; byte and threshold are for 4 bits, and the
+  // units are part of the basis.
+  std::uint8_t coarse_byte[4] = {};
+  float coarse_threshold[3] = {};
+
+  VERKV_HD constexpr std::uint8_t byte_of(const SketchShape& shape, int coordinate,
+                                          unsigned code) const {
+    return shape.kind == SketchKind::calibrated && coordinate >= shape.fine ? coarse_byte[code]
+                                                                            : byte[code];
+  }
 };
 
 constexpr SketchLevels sketch_levels(SketchKind kind, int bits) {
+  if (kind == SketchKind::calibrated) {
+    SketchLevels levels = sketch_levels(SketchKind::lloyd_max, 4);
+    const SketchLevels coarse = sketch_levels(SketchKind::lloyd_max, 2);
+    for (int code = 0; code < 4; ++code) levels.coarse_byte[code] = coarse.byte[code];
+    for (int code = 0; code < 3; ++code) levels.coarse_threshold[code] = coarse.threshold[code];
+    levels.unit = 1;
+    return levels;
+  }
   SketchLevels levels;
   levels.count = bits <= 2 ? 4 : bits == 3 ? 8 : 16;
   if (kind == SketchKind::minmax) {
@@ -181,9 +211,9 @@ inline void pack_code(const SketchShape& shape, std::uint8_t* codes, std::int64_
   };
   put(group[coordinate / 4 * kSketchGroup + lane], 2 * (coordinate % 4), 3u, code & 3u);
   std::uint8_t* high = group + kSketchGroup * shape.low_bytes();
-  if (shape.bits == 3)
-    put(high[coordinate / 8 * kSketchGroup + lane], coordinate % 8, 1u, code >> 2);
-  if (shape.bits == 4)
+  const int bits = shape.bits_of(coordinate);
+  if (bits == 3) put(high[coordinate / 8 * kSketchGroup + lane], coordinate % 8, 1u, code >> 2);
+  if (bits == 4)
     put(high[coordinate / 4 * kSketchGroup + lane], 2 * (coordinate % 4), 3u, code >> 2);
 }
 
@@ -196,13 +226,14 @@ VERKV_HD inline unsigned unpack_code(const SketchShape& shape, const std::uint8_
                    (2 * (coordinate % 4))) &
                   3u;
   const std::uint8_t* high = group + kSketchGroup * shape.low_bytes();
-  if (shape.bits == 3) {
+  const int bits = shape.bits_of(coordinate);
+  if (bits == 3) {
     code |=
         ((static_cast<unsigned>(high[coordinate / 8 * kSketchGroup + lane]) >> (coordinate % 8)) &
          1u)
         << 2;
   }
-  if (shape.bits == 4) {
+  if (bits == 4) {
     code |= ((static_cast<unsigned>(high[coordinate / 4 * kSketchGroup + lane]) >>
               (2 * (coordinate % 4))) &
              3u)
@@ -268,6 +299,102 @@ inline SketchScale encode_minmax(const SketchShape& shape, std::span<const float
   return result;
 }
 
+// ---- Encoding in a calibrated basis -------------------------------------------------------------
+
+// Squares of the root mean square of the coordinates with 4 and with 2 bits, over the tokens that
+// the basis was made from; only their ratio matters.
+struct SketchBands {
+  float fine_square = 1;
+  float coarse_square = 1;
+};
+
+// Scales at which the levels are tried, in units of the token's own root mean square. A token's
+// energy may lie in other directions than the average token's, so the best scale is searched for.
+inline constexpr int kScaleTrials = 16;
+inline constexpr float kScaleTrial[kScaleTrials] = {0.45F,  0.503F, 0.563F, 0.629F, 0.703F, 0.786F,
+                                                    0.879F, 0.983F, 1.099F, 1.228F, 1.373F, 1.535F,
+                                                    1.716F, 1.919F, 2.146F, 2.4F};
+
+// Quantises x, the key's stored coordinates over the root mean square of their band, and packs them
+// as `token`. Of the trial scales the one whose levels z leave the smallest error after a
+// least-squares fit is taken; the stored scale is |y| / |z|, as for lloyd_max. Sums of one trial
+// run in order of the coordinates in binary32 (those of squared levels are integers), so trials may
+// run side by side. A zero key gets scale 0, one that is not a number NaN.
+inline SketchScale encode_calibrated(const SketchShape& shape, const SketchLevels& levels,
+                                     const SketchBands& bands, std::span<const float> x,
+                                     std::uint8_t* codes, std::int64_t token) {
+  const int dim = shape.dim;
+  const int fine = shape.fine;
+  float fine_energy = 0;
+  float coarse_energy = 0;
+  for (int j = 0; j < fine; ++j)
+    fine_energy += x[static_cast<std::size_t>(j)] * x[static_cast<std::size_t>(j)];
+  for (int j = fine; j < dim; ++j)
+    coarse_energy += x[static_cast<std::size_t>(j)] * x[static_cast<std::size_t>(j)];
+  const float rms = std::sqrt((fine_energy + coarse_energy) / static_cast<float>(dim));
+  const double yy = static_cast<double>(bands.fine_square) * static_cast<double>(fine_energy) +
+                    static_cast<double>(bands.coarse_square) * static_cast<double>(coarse_energy);
+
+  float inverse[kScaleTrials];
+  for (int t = 0; t < kScaleTrials; ++t) inverse[t] = rms > 0 ? 1 / (rms * kScaleTrial[t]) : 0.0f;
+  // Level byte less its bias as a sum over the thresholds below the coordinate: no table look-up.
+  struct Sums {
+    float product[kScaleTrials] = {};
+    std::int32_t square[kScaleTrials] = {};
+  };
+  const auto sum_band = [&](int begin, int end, const std::uint8_t* byte, const float* threshold,
+                            int count) {
+    Sums sums;
+    for (int j = begin; j < end; ++j) {
+      const float v = x[static_cast<std::size_t>(j)];
+      std::int32_t level[kScaleTrials];
+      for (int t = 0; t < kScaleTrials; ++t) level[t] = byte[0] - 127;
+      for (int k = 0; k + 1 < count; ++k) {
+        const std::int32_t rise = byte[k + 1] - byte[k];
+        for (int t = 0; t < kScaleTrials; ++t) level[t] += v * inverse[t] > threshold[k] ? rise : 0;
+      }
+      for (int t = 0; t < kScaleTrials; ++t) {
+        sums.product[t] += v * static_cast<float>(level[t]);
+        sums.square[t] += level[t] * level[t];
+      }
+    }
+    return sums;
+  };
+  const Sums a = sum_band(0, fine, levels.byte, levels.threshold, 16);
+  const Sums b = sum_band(fine, dim, levels.coarse_byte, levels.coarse_threshold, 4);
+  constexpr double fine_unit = kLloydMax4[7] / 127;
+  constexpr double coarse_unit = kLloydMax2[1] / 127;
+  double best = -1;
+  double best_zz = 0;
+  int chosen = kScaleTrials / 2;
+  for (int t = 0; t < kScaleTrials; ++t) {
+    const double yz =
+        static_cast<double>(bands.fine_square) * fine_unit * static_cast<double>(a.product[t]) +
+        static_cast<double>(bands.coarse_square) * coarse_unit * static_cast<double>(b.product[t]);
+    const double zz = static_cast<double>(bands.fine_square) * fine_unit * fine_unit *
+                          static_cast<double>(a.square[t]) +
+                      static_cast<double>(bands.coarse_square) * coarse_unit * coarse_unit *
+                          static_cast<double>(b.square[t]);
+    const double explained = yz > 0 ? yz * (yz / zz) : 0.0;
+    if (explained > best) {
+      best = explained;
+      best_zz = zz;
+      chosen = t;
+    }
+  }
+  for (int j = 0; j < shape.padded_dim(); ++j) {
+    unsigned code = 0;
+    if (j < dim) {
+      const float v = x[static_cast<std::size_t>(j)] * inverse[chosen];
+      const float* threshold = j < fine ? levels.threshold : levels.coarse_threshold;
+      for (int k = 0; k < (j < fine ? 15 : 3); ++k) code += v > threshold[k];
+    }
+    pack_code(shape, codes, token, j, code);
+  }
+  const double scale = yy > 0 ? std::sqrt(yy / best_zz) : yy;
+  return {to_positive16(static_cast<float>(scale)), BFloat16{}};
+}
+
 // ---- The query side
 // ------------------------------------------------------------------------------
 
@@ -302,7 +429,7 @@ inline std::int32_t sketch_dot(const SketchShape& shape, const SketchLevels& lev
   std::int32_t dot = 0;
   for (int i = 0; i < shape.padded_dim(); ++i) {
     dot += static_cast<std::int32_t>(q[static_cast<std::size_t>(i)]) *
-           static_cast<std::int32_t>(levels.byte[unpack_code(shape, codes, token, i)]);
+           static_cast<std::int32_t>(levels.byte_of(shape, i, unpack_code(shape, codes, token, i)));
   }
   return dot;
 }

@@ -45,6 +45,7 @@ class Step {
         residents_(store.residents()),
         drawn_(store.drawn_residents()),
         query_stride_(padded(shape.config.key_dim)),
+        sketch_(store.sketch(shape)),
         code_stride_(round_up(shape.sketch.padded_dim(), 64)),
         weight_stride_(padded(compressed_)),
         resident_stride_(padded(residents_)),
@@ -141,8 +142,15 @@ class Step {
     in_parts([&](int first, int heads) {
       std::array<HeadConstants, kMaxHeads> constants;
       std::array<float, kMaxHeads> largest{};
+      if (sketch_.kind == SketchKind::calibrated) {
+        const SketchBasis& basis = store_.basis();
+        kernels_.dot_rows({basis.query.data(), DType::f16, shape_.config.key_dim,
+                           static_cast<int>(shape_.config.key_dim)},
+                          nullptr, basis.shape.dim, query(first), heads, query_stride_,
+                          ws_.rotated.data() + first * query_stride_, query_stride_);
+      }
       for (int h = 0; h < heads; ++h) constants[at(h)] = encode_head(first + h);
-      kernels_.sketch_logits(shape_.sketch, shape_.levels, store_.codes(), store_.scales(),
+      kernels_.sketch_logits(sketch_, shape_.levels, store_.codes(), store_.scales(),
                              store_.offsets(), store_.odds(), compressed_,
                              ws_.code_query.data() + first * code_stride_, heads, code_stride_,
                              constants.data(), weight(first), weight_stride_, largest.data());
@@ -165,22 +173,28 @@ class Step {
 
   HeadConstants encode_head(int h) {
     const std::size_t dim = static_cast<std::size_t>(shape_.config.key_dim);
-    const std::span<float> q(ws_.rotated.data(), dim);
-    std::copy(query(h), query(h) + dim, q.begin());
+    std::span<float> q(ws_.rotated.data() + h * query_stride_, dim);
     HeadConstants constants;
-    if (shape_.sketch.kind == SketchKind::lloyd_max) {
+    float unit = shape_.levels.unit;
+    if (sketch_.kind != SketchKind::minmax) {
       const std::span<const float> mean = store_.channel_means();
       double share = 0;
       for (std::size_t j = 0; j < dim; ++j)
-        share += static_cast<double>(q[j]) * static_cast<double>(mean[j]);
+        share += static_cast<double>(query(h)[j]) * static_cast<double>(mean[j]);
       constants.shift = static_cast<float>(share);
-      rotate(q, shape_.signs);
+    }
+    if (sketch_.kind == SketchKind::calibrated) {
+      q = q.first(static_cast<std::size_t>(sketch_.dim));
+      unit = store_.basis().unit;
+    } else {
+      std::copy(query(h), query(h) + dim, q.begin());
+      if (sketch_.kind == SketchKind::lloyd_max) rotate(q, shape_.signs);
     }
     const std::span<std::int8_t> code(ws_.code_query.data() + h * code_stride_,
                                       static_cast<std::size_t>(code_stride_));
     const SketchQuery encoded = encode_query(q, code);
     constants.query_sum = encoded.sum;
-    constants.factor = encoded.scale * shape_.levels.unit;
+    constants.factor = encoded.scale * unit;
     return constants;
   }
 
@@ -650,6 +664,7 @@ class Step {
   std::int64_t residents_;
   std::int64_t drawn_;
   std::int64_t query_stride_;
+  const SketchShape& sketch_;
   std::int64_t code_stride_;
   std::int64_t weight_stride_;
   std::int64_t resident_stride_;
@@ -670,7 +685,7 @@ void Workspace::reserve(const LayerShape& shape, const FetchConfig& fetch, std::
   const std::int64_t group = shape.group;
   grow(query, group * padded(shape.config.key_dim));
   grow(code_query, group * round_up(shape.sketch.padded_dim(), 64));
-  grow(rotated, padded(shape.config.key_dim));
+  grow(rotated, group * padded(shape.config.key_dim));
   grow(weight, group * padded(compressed));
   grow(resident_logit, group * padded(residents));
   grow(resident_weight, group * padded(residents));

@@ -40,7 +40,7 @@ class Workspace {
   // [group][stride] arrays.
   AlignedVector<float> query;  // scaled, zero-padded
   AlignedVector<std::int8_t> code_query;
-  AlignedVector<float> rotated;  // one head
+  AlignedVector<float> rotated;  // in the sketch's basis
   AlignedVector<float> weight;   // sketched logits, then weights, then logits of moved tokens
   AlignedVector<float> resident_logit;  // exact
   AlignedVector<float> resident_weight;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -92,6 +93,8 @@ class CpuBackend final : public Backend {
         // they know.
         const int bits = config.sketch.kind == SketchKind::exact ? 2 : config.sketch.bits;
         shape.sketch = {config.sketch.kind, bits, static_cast<int>(shape.config.key_dim)};
+        if (config.sketch.kind == SketchKind::calibrated)
+          shape.sketch = largest_calibrated_shape(bits, static_cast<int>(shape.config.key_dim));
         shape.levels = sketch_levels(config.sketch.kind, bits);
         shape.signs.resize(2 * static_cast<std::size_t>(shape.config.key_dim));
         rotation_signs(config.seed, static_cast<int>(shape.config.key_dim), shape.signs);
@@ -154,7 +157,8 @@ class CpuBackend final : public Backend {
     }
   }
 
-  void compress(SequenceId id, std::span<const ImportanceView> importance) override {
+  void compress(SequenceId id, std::span<const ImportanceView> importance,
+                std::span<const TensorView> prompt_queries) override {
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
     Sequence& sequence = find(id);
     std::vector<HeadPlan> plans;
@@ -169,7 +173,7 @@ class CpuBackend final : public Backend {
       }
     }
     solve_pools(sequence, plans, config_.pool, true);
-    run_compression(sequence, plans);
+    run_compression(sequence, plans, prompt_queries);
     for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
       if (compressible(layer)) sequence.compressed_before[layer] = true;
     }
@@ -300,7 +304,13 @@ class CpuBackend final : public Backend {
   }
 
   // Compresses by solved plans, one a head. May fail only before anything has changed.
-  void run_compression(Sequence& sequence, const std::vector<HeadPlan>& plans) {
+  void run_compression(Sequence& sequence, const std::vector<HeadPlan>& plans,
+                       std::span<const TensorView> prompt_queries) {
+    std::vector<SketchBasis> bases = calibrate(sequence, plans, prompt_queries);
+    for (std::size_t i = 0; i < bases.size(); ++i) {
+      if (plans[i].begin == 0)
+        sequence.layers[plans[i].layer][plans[i].head].take(std::move(bases[i]));
+    }
     std::int64_t largest_dim = 0;
     for (const HeadPlan& plan : plans) {
       HeadStore& store = sequence.layers[plan.layer][plan.head];
@@ -309,18 +319,67 @@ class CpuBackend final : public Backend {
       reserve_workspaces(plan.layer, end, store.residents());
       largest_dim = std::max(largest_dim, shapes_[plan.layer].config.key_dim);
     }
-    std::vector<std::vector<float>> scratch(
-        static_cast<std::size_t>(pool_.size()),
-        std::vector<float>(static_cast<std::size_t>(largest_dim)));
+    const std::size_t scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
+    std::vector<float> scratch(static_cast<std::size_t>(pool_.size()) * scratch_size);
     const auto task = [&](int worker, std::int64_t index) {
       const HeadPlan& plan = plans[static_cast<std::size_t>(index)];
-      const LayerShape& shape = shapes_[plan.layer];
       sequence.layers[plan.layer][plan.head].compress(
-          shape, plan.odds, draw_key(sequence.draw, plan.layer, plan.head),
-          std::span(scratch[static_cast<std::size_t>(worker)])
-              .first(static_cast<std::size_t>(shape.config.key_dim)));
+          shapes_[plan.layer], kernels_, plan.odds, draw_key(sequence.draw, plan.layer, plan.head),
+          std::span(scratch).subspan(static_cast<std::size_t>(worker) * scratch_size,
+                                     scratch_size));
     };
     pool_.run(static_cast<std::int64_t>(plans.size()), task);
+  }
+
+  // One basis for each head that is compressed for the first time; empty where the sketch has none.
+  std::vector<SketchBasis> calibrate(const Sequence& sequence, const std::vector<HeadPlan>& plans,
+                                     std::span<const TensorView> prompt_queries) {
+    std::vector<SketchBasis> bases;
+    if (config_.sketch.kind != SketchKind::calibrated) return bases;
+    bases.resize(plans.size());
+    std::vector<std::exception_ptr> failed(plans.size());
+    const auto task = [&](int, std::int64_t index) {
+      const std::size_t i = static_cast<std::size_t>(index);
+      const HeadPlan& plan = plans[i];
+      if (plan.begin != 0) return;
+      try {
+        const std::vector<float> queries = prompt_queries.empty()
+                                               ? std::vector<float>()
+                                               : gather_queries(prompt_queries[plan.layer], plan);
+        bases[i] = sequence.layers[plan.layer][plan.head].calibrate(
+            shapes_[plan.layer], plan.odds, plan.importance, queries, config_.seed);
+      } catch (...) {
+        failed[i] = std::current_exception();
+      }
+    };
+    pool_.run(static_cast<std::int64_t>(plans.size()), task);
+    for (const std::exception_ptr& failure : failed) {
+      if (failure) std::rethrow_exception(failure);
+    }
+    return bases;
+  }
+
+  // The queries of the heads that belong to the plan's KV head, [position and head][key_dim].
+  std::vector<float> gather_queries(const TensorView& view, const HeadPlan& plan) const {
+    const LayerShape& shape = shapes_[plan.layer];
+    std::vector<float> result;
+    for (std::int64_t t = 0; t < view.tokens; ++t) {
+      for (int g = 0; g < shape.group; ++g) {
+        const std::int64_t head = static_cast<std::int64_t>(plan.head) * shape.group + g;
+        const Rows row{view.row(t, head), view.type, 0, static_cast<int>(shape.config.key_dim)};
+        for (std::int64_t j = 0; j < shape.config.key_dim; ++j) {
+          const float x = load_element(row, 0, j);
+          if (!std::isfinite(x)) {
+            throw InvalidArgument(
+                fmt::format("prompt query of layer {}, position {}, head {}, coordinate {} is {}; "
+                            "it must be finite",
+                            plan.layer, t, head, j, x));
+          }
+          result.push_back(x);
+        }
+      }
+    }
+    return result;
   }
 
   void solve_pool(const Sequence& sequence, std::span<HeadPlan> plans, bool pays_window) const {
@@ -400,7 +459,7 @@ class CpuBackend final : public Backend {
         whole[h].odds.insert(whole[h].odds.end(), plans[h].odds.begin(), plans[h].odds.end());
       }
     }
-    run_compression(sequence, whole);
+    run_compression(sequence, whole, {});
   }
 
   CacheConfig config_;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 namespace verkv::cpu {
 namespace {
@@ -60,6 +61,42 @@ void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DT
 }
 
 std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+// The mean of each channel over the first `count` rows.
+void channel_means_of(const Rows& keys, std::int64_t count, std::span<float> out_mean) {
+  for (std::size_t j = 0; j < out_mean.size(); ++j) {
+    double sum = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+      sum += static_cast<double>(load_element(keys, i, static_cast<std::int64_t>(j)));
+    }
+    out_mean[j] = static_cast<float>(sum / static_cast<double>(count));
+  }
+}
+
+class HeadTokens final : public CalibrationTokens {
+ public:
+  HeadTokens(const Rows& keys, std::span<const Positive16> odds, const float* importance)
+      : keys_(keys), odds_(odds), importance_(importance) {
+    key_dim = keys.dim;
+    count = static_cast<std::int64_t>(odds.size());
+    mean_.resize(static_cast<std::size_t>(key_dim));
+    channel_means_of(keys, count, mean_);
+  }
+  void centred_key(std::int64_t token, std::span<float> out_key) const override {
+    for (std::size_t j = 0; j < out_key.size(); ++j)
+      out_key[j] = load_element(keys_, token, static_cast<std::int64_t>(j)) - mean_[j];
+  }
+  double weight(std::int64_t token) const override {
+    const bool low = odds_[static_cast<std::size_t>(token)].bits < kPositive16Infinity.bits;
+    return low && importance_ != nullptr ? static_cast<double>(importance_[token]) : 0.0;
+  }
+
+ private:
+  const Rows& keys_;
+  std::span<const Positive16> odds_;
+  const float* importance_;
+  std::vector<float> mean_;
+};
 
 }  // namespace
 
@@ -129,33 +166,60 @@ void HeadStore::reserve_compress(const LayerShape& shape, std::int64_t end) {
   };
   to(odds_, padded);
   if (shape.sketch.kind == SketchKind::exact) return;
-  to(codes_, code_storage_bytes(shape.sketch, end));
+  // A basis is made before, so that its own size is known here.
+  to(codes_, code_storage_bytes(sketch(shape), end));
   to(scales_, padded);
-  if (shape.sketch.kind == SketchKind::minmax) to(offsets_, padded);
-  if (shape.sketch.kind == SketchKind::lloyd_max) to(channel_means_, shape.config.key_dim);
+  if (shape.sketch.kind == SketchKind::minmax) {
+    to(offsets_, padded);
+  } else {
+    to(channel_means_, shape.config.key_dim);
+  }
 }
 
-void HeadStore::encode(const LayerShape& shape, std::int64_t position,
+SketchBasis HeadStore::calibrate(const LayerShape& shape, std::span<const Positive16> odds,
+                                 const float* importance, std::span<const float> queries,
+                                 std::uint64_t seed) const {
+  const Rows keys = host_keys(shape);
+  return calibrate_sketch(shape.sketch.bits, HeadTokens(keys, odds, importance), queries, seed);
+}
+
+void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int64_t position,
                        std::span<float> scratch) noexcept {
   const Rows keys = host_keys(shape);
   const std::size_t at = static_cast<std::size_t>(position);
-  for (std::size_t j = 0; j < scratch.size(); ++j) {
-    scratch[j] = load_element(keys, position, static_cast<std::int64_t>(j));
-  }
+  const std::size_t dim = static_cast<std::size_t>(shape.config.key_dim);
+  const std::size_t padded_dim = static_cast<std::size_t>(round_up(shape.config.key_dim, kLanes));
+  const std::span<float> key = scratch.first(dim);
+  for (std::size_t j = 0; j < dim; ++j)
+    key[j] = load_element(keys, position, static_cast<std::int64_t>(j));
   if (shape.sketch.kind == SketchKind::minmax) {
-    const SketchScale result = encode_minmax(shape.sketch, scratch, codes_.data(), position);
+    const SketchScale result = encode_minmax(shape.sketch, key, codes_.data(), position);
     scales_[at] = result.scale;
     offsets_[at] = result.offset;
     return;
   }
-  for (std::size_t j = 0; j < scratch.size(); ++j) scratch[j] -= channel_means_[j];
-  rotate(scratch, shape.signs);
+  for (std::size_t j = 0; j < dim; ++j) key[j] -= channel_means_[j];
+  if (shape.sketch.kind == SketchKind::lloyd_max) {
+    rotate(key, shape.signs);
+    scales_[at] = encode_lloyd_max(shape.sketch, shape.levels, key, codes_.data(), position).scale;
+    return;
+  }
+  std::fill(scratch.begin() + static_cast<std::ptrdiff_t>(dim),
+            scratch.begin() + static_cast<std::ptrdiff_t>(padded_dim), 0.0f);
+  const std::span<float> stored =
+      scratch.subspan(padded_dim, static_cast<std::size_t>(basis_.shape.dim));
+  kernels.dot_rows({basis_.encode.data(), DType::f32, shape.config.key_dim,
+                    static_cast<int>(shape.config.key_dim)},
+                   nullptr, basis_.shape.dim, key.data(), 1, static_cast<std::int64_t>(padded_dim),
+                   stored.data(), static_cast<std::int64_t>(padded_dim));
   scales_[at] =
-      encode_lloyd_max(shape.sketch, shape.levels, scratch, codes_.data(), position).scale;
+      encode_calibrated(basis_.shape, shape.levels, basis_.bands, stored, codes_.data(), position)
+          .scale;
 }
 
-void HeadStore::compress(const LayerShape& shape, std::span<const Positive16> odds,
-                         const DrawKey& key, std::span<float> scratch) noexcept {
+void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
+                         std::span<const Positive16> odds, const DrawKey& key,
+                         std::span<float> scratch) noexcept {
   const std::int64_t begin = compressed_;
   const std::int64_t end = begin + static_cast<std::int64_t>(odds.size());
   const std::size_t padded = static_cast<std::size_t>(round_up(end, kSketchGroup));
@@ -163,22 +227,16 @@ void HeadStore::compress(const LayerShape& shape, std::span<const Positive16> od
   std::copy(odds.begin(), odds.end(), odds_.begin() + begin);
 
   if (shape.sketch.kind != SketchKind::exact) {
-    codes_.resize(bytes(code_storage_bytes(shape.sketch, end)));
+    codes_.resize(bytes(code_storage_bytes(sketch(shape), end)));
     scales_.resize(padded);
-    if (shape.sketch.kind == SketchKind::minmax) offsets_.resize(padded);
-    if (shape.sketch.kind == SketchKind::lloyd_max && begin == 0) {
+    if (shape.sketch.kind == SketchKind::minmax) {
+      offsets_.resize(padded);
+    } else if (begin == 0) {
       // Any centre is allowed (softmax does not see it), so it is fixed at the first compression.
       channel_means_.assign(static_cast<std::size_t>(shape.config.key_dim), 0.0f);
-      const Rows keys = host_keys(shape);
-      for (std::size_t j = 0; j < channel_means_.size(); ++j) {
-        double sum = 0;
-        for (std::int64_t i = 0; i < end; ++i) {
-          sum += static_cast<double>(load_element(keys, i, static_cast<std::int64_t>(j)));
-        }
-        channel_means_[j] = static_cast<float>(sum / static_cast<double>(end));
-      }
+      channel_means_of(host_keys(shape), end, channel_means_);
     }
-    for (std::int64_t i = begin; i < end; ++i) encode(shape, i, scratch);
+    for (std::int64_t i = begin; i < end; ++i) encode(shape, kernels, i, scratch);
   }
 
   // The window's rows follow the drawn ones; the drawn of them stay, in place and in order.
@@ -281,7 +339,9 @@ void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const 
   };
   report.host_bytes += tokens_ * shape.row_bytes();
   report.resident_bytes += used(resident_key_) + used(resident_value_);
-  report.sketch_bytes += used(codes_) + used(scales_) + used(offsets_) + used(channel_means_);
+  report.sketch_bytes +=
+      used(codes_) + used(scales_) + used(offsets_) + used(channel_means_) + used(basis_.query);
+  report.host_bytes += used(basis_.encode);
   report.metadata_bytes +=
       used(resident_position_) + used(odds_) + used(window_square_) + used(window_steps_);
   spare(host_);

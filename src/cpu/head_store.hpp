@@ -13,6 +13,7 @@
 #include <verkv/sketch.hpp>
 
 #include "cpu/kernels.hpp"
+#include "sketch_basis.hpp"
 
 namespace verkv::cpu {
 
@@ -43,7 +44,7 @@ struct LayerShape {
   int group = 1;  // query heads per KV head
   float scale = 1;
   DType storage = DType::f16;
-  SketchShape sketch;
+  SketchShape sketch;  // calibrated: the largest; each head has its own
   SketchLevels levels;
   std::vector<float> signs;  // of the rotation, 2 * key_dim
 
@@ -77,6 +78,12 @@ class HeadStore {
   const BFloat16* offsets() const { return offsets_.empty() ? nullptr : offsets_.data(); }
   const Positive16* odds() const { return odds_.data(); }
   std::span<const float> channel_means() const { return channel_means_; }
+  // The form of the codes.
+  const SketchShape& sketch(const LayerShape& shape) const {
+    return shape.sketch.kind == SketchKind::calibrated ? basis_.shape : shape.sketch;
+  }
+  // calibrated: empty until the first compression.
+  const SketchBasis& basis() const { return basis_; }
 
   // Room for `count` more tokens; afterwards append of them cannot fail.
   void reserve_append(const LayerShape& shape, std::int64_t count);
@@ -84,12 +91,20 @@ class HeadStore {
   void append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
               std::int64_t head) noexcept;
 
+  // calibrated, before the first compression: the basis for it, made from positions [0,
+  // odds.size()), their importance (null: none) and the group's prompt queries [count][key_dim].
+  SketchBasis calibrate(const LayerShape& shape, std::span<const Positive16> odds,
+                        const float* importance, std::span<const float> queries,
+                        std::uint64_t seed) const;
+  void take(SketchBasis&& basis) noexcept { basis_ = std::move(basis); }
+
   // Room to compress up to position `end`; afterwards compress of them cannot fail.
   void reserve_compress(const LayerShape& shape, std::int64_t end);
   // Compresses positions [compressed, compressed + odds.size()) with these odds, drawing with
-  // `key`. scratch: key_dim floats.
-  void compress(const LayerShape& shape, std::span<const Positive16> odds, const DrawKey& key,
-                std::span<float> scratch) noexcept;
+  // `key`. calibrated: after take of a basis. scratch:
+  // 2 * key_dim floats, each rounded up to 16.
+  void compress(const LayerShape& shape, const Kernels& kernels, std::span<const Positive16> odds,
+                const DrawKey& key, std::span<float> scratch) noexcept;
   // The residents under another draw of the compressed part; take puts them in place of those that
   // are there.
   struct Residents {
@@ -111,7 +126,8 @@ class HeadStore {
   void add_memory(const LayerShape& shape, MemoryReport& report) const;
 
  private:
-  void encode(const LayerShape& shape, std::int64_t position, std::span<float> scratch) noexcept;
+  void encode(const LayerShape& shape, const Kernels& kernels, std::int64_t position,
+              std::span<float> scratch) noexcept;
 
   std::int64_t tokens_ = 0;
   std::int64_t compressed_ = 0;
@@ -125,6 +141,7 @@ class HeadStore {
   std::vector<BFloat16> offsets_;
   std::vector<Positive16> odds_;
   std::vector<float> channel_means_;
+  SketchBasis basis_;
   std::vector<float> window_square_;
   std::vector<std::uint32_t> window_steps_;
 };

@@ -661,13 +661,13 @@ template <int kBits>
 struct Decoder {
   alignas(64) std::uint8_t table[2][64];
 
-  HWY_INLINE explicit Decoder(const SketchLevels& levels) {
+  HWY_INLINE explicit Decoder(const std::uint8_t* byte) {
     for (unsigned i = 0; i < 64; ++i) {
       if constexpr (kBits == 2) {
-        table[0][i] = levels.byte[i & 3u];
-        table[1][i] = levels.byte[(i >> 2) & 3u];
+        table[0][i] = byte[i & 3u];
+        table[1][i] = byte[(i >> 2) & 3u];
       } else {
-        table[0][i] = levels.byte[i & 15u];
+        table[0][i] = byte[i & 15u];
         table[1][i] = 0;
       }
     }
@@ -800,7 +800,9 @@ void arrange_query(int padded_dim, const std::int8_t* q, std::int64_t q_stride,
   }
 }
 
-template <int kBits, int kHeads>
+// kBits: of the first coordinates; kRest: of those past SketchShape::fine, 0 where all have the
+// same.
+template <int kBits, int kRest, int kHeads>
 void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels,
                       const std::uint8_t* codes, const Positive16* scale, const BFloat16* offset,
                       const Positive16* odds, std::int64_t count, const std::int8_t* q,
@@ -810,9 +812,12 @@ void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels,
   constexpr int kSets = VERKV_BYTE_DOT ? (kHeads <= 2 ? 4 : 2) : 1;
   alignas(64) std::int32_t query[kMostSketchDim / 4 * kHeads * kQueryWords];
   arrange_query<kHeads>(shape.padded_dim(), q, q_stride, query);
-  const Decoder<kBits> decoder(levels);
+  const Decoder<kBits> decoder(levels.byte);
+  const Decoder<2> rest_decoder(levels.coarse_byte);
   const int low_rows = shape.low_bytes();
   const int high_rows = shape.high_bytes();
+  const int first_rows = kRest == 0 ? low_rows : shape.fine / 4;
+  const int first_blocks = first_rows / kBlockRows;
   const int whole_blocks = low_rows / kBlockRows;
   const int rest_low = low_rows % kBlockRows;
   const int rest_high = kBits == 3 ? rest_low / 2 : rest_low;
@@ -826,9 +831,10 @@ void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels,
   for (std::int64_t i = 0; i < count; i += kLanes, codes += group_bytes) {
     DotSum sum[kSets][kHeads][kParts];
     const std::int32_t* words = query;
-    const auto add_block = [&](const std::uint8_t* low, const std::uint8_t* high) VERKV_LAMBDA {
+    const auto add_block = [&](const auto& decode, const std::uint8_t* low,
+                               const std::uint8_t* high) VERKV_LAMBDA {
       VU8 level[4][kParts];
-      decoder.levels(low, high, level);
+      decode.levels(low, high, level);
       unroll<4>([&](auto j) VERKV_LAMBDA {
         unroll<kHeads>([&](auto h) VERKV_LAMBDA {
           unroll<kParts>([&](auto part) VERKV_LAMBDA {
@@ -840,17 +846,28 @@ void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels,
     };
     const std::uint8_t* low = codes;
     const std::uint8_t* high = codes + kSketchGroup * low_rows;
-    for (int block = 0; block < whole_blocks; ++block) {
-      add_block(low, high);
+    int block = 0;
+    for (; block < first_blocks; ++block) {
+      add_block(decoder, low, high);
       low += kBlockBytes;
       high += kHighBlock;
+    }
+    if constexpr (kRest != 0) {
+      for (; block < whole_blocks; ++block) {
+        add_block(rest_decoder, low, high);
+        low += kBlockBytes;
+      }
     }
     if (rest_low != 0) {
       alignas(64) std::uint8_t last_low[kBlockBytes] = {};
       alignas(64) std::uint8_t last_high[kBlockBytes] = {};
       std::memcpy(last_low, low, static_cast<std::size_t>(rest_low) * 16);
-      if (high_rows != 0) std::memcpy(last_high, high, static_cast<std::size_t>(rest_high) * 16);
-      add_block(last_low, last_high);
+      if constexpr (kRest != 0) {
+        add_block(rest_decoder, last_low, last_high);
+      } else {
+        if (high_rows != 0) std::memcpy(last_high, high, static_cast<std::size_t>(rest_high) * 16);
+        add_block(decoder, last_low, last_high);
+      }
     }
 
     VI32 dot[kHeads][kParts];
@@ -905,21 +922,23 @@ void sketch_logits(const SketchShape& shape, const SketchLevels& levels, const s
                                           heads, q_stride, constants, out, out_stride, out_largest);
   }
   each_heads(heads, [&](int h, auto n) HWY_ATTR {
-    const auto run = [&](auto bits) HWY_ATTR {
-      sketch_logits_of<bits, n>(shape, levels, codes, scale, offset, odds, count, q + h * q_stride,
-                                q_stride, constants + h, out + h * out_stride, out_stride,
-                                out_largest + h);
+    const auto run = [&](auto bits, auto rest) HWY_ATTR {
+      sketch_logits_of<bits, rest, n>(shape, levels, codes, scale, offset, odds, count,
+                                      q + h * q_stride, q_stride, constants + h,
+                                      out + h * out_stride, out_stride, out_largest + h);
     };
-    switch (shape.bits) {
-      case 2:
-        run(std::integral_constant<int, 2>{});
-        break;
-      case 3:
-        run(std::integral_constant<int, 3>{});
-        break;
-      default:
-        run(std::integral_constant<int, 4>{});
-        break;
+    constexpr std::integral_constant<int, 0> none;
+    constexpr std::integral_constant<int, 2> two;
+    constexpr std::integral_constant<int, 3> three;
+    constexpr std::integral_constant<int, 4> four;
+    if (shape.kind == SketchKind::calibrated && shape.fine < shape.dim) {
+      run(four, two);
+    } else if (shape.kind == SketchKind::calibrated || shape.bits == 4) {
+      run(four, none);
+    } else if (shape.bits == 3) {
+      run(three, none);
+    } else {
+      run(two, none);
     }
   });
 }

@@ -21,6 +21,7 @@
 #include <verkv/sketch.hpp>
 
 #include "reference/reference.hpp"
+#include "sketch_basis.hpp"
 
 namespace verkv::reference {
 
@@ -111,8 +112,9 @@ struct HeadCase {
   std::vector<std::vector<float>> key;  // of all tokens, as stored
   std::vector<std::vector<float>> value;
   Vector odds;
-  std::vector<bool> resident;   // of the compressed tokens
-  std::size_t mean_tokens = 0;  // compressed the first time: the channel means are theirs
+  std::vector<bool> resident;          // of the compressed tokens
+  std::size_t mean_tokens = 0;         // compressed the first time: the channel means are theirs
+  const SketchBasis* basis = nullptr;  // calibrated
 
   // Makes the plan look at the draw, which it must not: tokens that are not resident come first in
   // the order. For the test of the test.
@@ -151,6 +153,59 @@ inline double exact_logit(const HeadCase& head, const std::vector<float>& query,
   return capped_logit(attention_scale(head.layer) * dot, head.layer.soft_cap);
 }
 
+// Rows of a matrix times a vector in binary32, in the order that defines the stored bits: sixteen
+// sums, coordinate j goes to sum j % 16, folded in halves.
+template <class Element>
+std::vector<float> times(const std::vector<Element>& matrix, const std::vector<float>& x) {
+  std::vector<float> result;
+  for (std::size_t row = 0; row * x.size() < matrix.size(); ++row) {
+    float lane[16] = {};
+    for (std::size_t j = 0; j < x.size(); ++j)
+      lane[j % 16] = std::fma(to_float(matrix[row * x.size() + j]), x[j], lane[j % 16]);
+    for (std::size_t half = 8; half > 0; half /= 2) {
+      for (std::size_t j = 0; j < half; ++j) lane[j] += lane[j + half];
+    }
+    result.push_back(lane[0]);
+  }
+  return result;
+}
+
+// What a basis is made from: keys as stored, importance of those that may be missing.
+class BasisTokens final : public CalibrationTokens {
+ public:
+  BasisTokens(const std::vector<std::vector<float>>& keys, const std::vector<float>& means,
+              const Vector& odds, const Vector& importance)
+      : keys_(keys), means_(means), odds_(odds), importance_(importance) {
+    key_dim = static_cast<int>(means.size());
+    count = static_cast<std::int64_t>(odds.size());
+  }
+  void centred_key(std::int64_t token, std::span<float> out_key) const override {
+    for (std::size_t j = 0; j < out_key.size(); ++j)
+      out_key[j] = keys_[static_cast<std::size_t>(token)][j] - means_[j];
+  }
+  double weight(std::int64_t token) const override {
+    const std::size_t i = static_cast<std::size_t>(token);
+    return odds_[i] == kInfinite ? 0.0 : importance_[i];
+  }
+
+ private:
+  const std::vector<std::vector<float>>& keys_;
+  const std::vector<float>& means_;
+  const Vector& odds_;
+  const Vector& importance_;
+};
+
+inline std::vector<float> channel_means(const std::vector<std::vector<float>>& keys,
+                                        std::size_t count, std::size_t dim) {
+  std::vector<float> mean(dim, 0.0f);
+  for (std::size_t j = 0; j < dim; ++j) {
+    double total = 0;
+    for (std::size_t i = 0; i < count; ++i) total += static_cast<double>(keys[i][j]);
+    mean[j] = static_cast<float>(total / static_cast<double>(count));
+  }
+  return mean;
+}
+
 // Logits of the compressed tokens as the sketch sees them: coordinates decoded to double and
 // multiplied with the decoded 8-bit query.
 inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& query) {
@@ -162,21 +217,16 @@ inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& qu
   }
   const int dim = static_cast<int>(head.layer.key_dim);
   const std::size_t d = static_cast<std::size_t>(dim);
-  const SketchShape shape{head.sketch.kind, head.sketch.bits, dim};
-  const SketchLevels levels = sketch_levels(head.sketch.kind, head.sketch.bits);
+  const bool calibrated = head.sketch.kind == SketchKind::calibrated;
   const bool rotated = head.sketch.kind == SketchKind::lloyd_max;
+  SketchShape shape{head.sketch.kind, head.sketch.bits, dim};
+  if (calibrated && n > 0) shape = head.basis->shape;
+  const SketchLevels levels = sketch_levels(head.sketch.kind, head.sketch.bits);
   std::vector<float> signs(2 * d);
   rotation_signs(head.seed, dim, signs);
 
   std::vector<float> mean(d, 0.0f);
-  if (rotated) {
-    for (std::size_t j = 0; j < d; ++j) {
-      double total = 0;
-      for (std::size_t i = 0; i < head.mean_tokens; ++i)
-        total += static_cast<double>(head.key[i][j]);
-      mean[j] = static_cast<float>(total / static_cast<double>(head.mean_tokens));
-    }
-  }
+  if (n > 0 && (rotated || calibrated)) mean = channel_means(head.key, head.mean_tokens, d);
 
   // The query is scaled in binary32 first: its 8-bit code is part of the definition.
   std::vector<float> q(d);
@@ -186,7 +236,13 @@ inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& qu
     q[j] = scale * query[j];
     mean_share += static_cast<double>(q[j]) * static_cast<double>(mean[j]);
   }
+  if (n == 0) return result;
+  double unit = static_cast<double>(levels.unit);
   if (rotated) rotate(q, signs);
+  if (calibrated) {
+    q = times(head.basis->query, q);
+    unit = static_cast<double>(head.basis->unit);
+  }
   std::vector<std::int8_t> code(static_cast<std::size_t>(shape.padded_dim()));
   const double step = static_cast<double>(encode_query(q, code).scale);
 
@@ -196,15 +252,22 @@ inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& qu
     std::vector<float> k = head.key[i];
     for (std::size_t j = 0; j < d; ++j) k[j] -= mean[j];
     if (rotated) rotate(k, signs);
-    const SketchScale stored = rotated ? encode_lloyd_max(shape, levels, k, packed.data(), 0)
-                                       : encode_minmax(shape, k, packed.data(), 0);
+    SketchScale stored;
+    if (calibrated) {
+      k = times(head.basis->encode, k);
+      stored = encode_calibrated(shape, levels, head.basis->bands, k, packed.data(), 0);
+    } else if (rotated) {
+      stored = encode_lloyd_max(shape, levels, k, packed.data(), 0);
+    } else {
+      stored = encode_minmax(shape, k, packed.data(), 0);
+    }
     double dot = 0;
-    for (std::size_t j = 0; j < d; ++j) {
-      const int byte = levels.byte[unpack_code(shape, packed.data(), 0, static_cast<int>(j))];
-      const double level = static_cast<double>(levels.unit) * (byte - shape.bias());
-      const double coordinate = static_cast<double>(to_float(stored.scale)) * level +
-                                static_cast<double>(to_float(stored.offset));
-      dot += step * code[j] * coordinate;
+    for (int j = 0; j < shape.dim; ++j) {
+      const int byte = levels.byte_of(shape, j, unpack_code(shape, packed.data(), 0, j));
+      const double coordinate =
+          static_cast<double>(to_float(stored.scale)) * unit * (byte - shape.bias()) +
+          static_cast<double>(to_float(stored.offset));
+      dot += step * code[static_cast<std::size_t>(j)] * coordinate;
     }
     result.push_back(capped_logit(dot + mean_share, head.layer.soft_cap));
   }
