@@ -1,0 +1,447 @@
+#include "sketch_basis.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "catch.hpp"
+#include "reference/reference.hpp"
+#include "reference/statistics.hpp"
+
+namespace {
+
+using verkv::SketchBasis;
+using verkv::SketchKind;
+using verkv::SketchLevels;
+using verkv::SketchScale;
+using verkv::SketchShape;
+using verkv::reference::Random;
+using Floats = std::vector<float>;
+using Doubles = std::vector<double>;
+
+constexpr int kDims[] = {1, 4, 7, 33, 64, 80, 96, 100, 112, 128, 256};
+constexpr double kFineUnit = verkv::kLloydMax4[7] / 127;
+constexpr double kCoarseUnit = verkv::kLloydMax2[1] / 127;
+
+// Keys whose mean is 0 by construction of the caller.
+class Keys final : public verkv::CalibrationTokens {
+ public:
+  std::vector<Floats> key;
+  Doubles importance;
+
+  explicit Keys(int dim) { key_dim = dim; }
+  void add(Floats k, double tau = 0) {
+    key.push_back(std::move(k));
+    importance.push_back(tau);
+    count = static_cast<std::int64_t>(key.size());
+  }
+  void centred_key(std::int64_t token, std::span<float> out_key) const override {
+    std::copy(key[static_cast<std::size_t>(token)].begin(),
+              key[static_cast<std::size_t>(token)].end(), out_key.begin());
+  }
+  double weight(std::int64_t token) const override {
+    return importance[static_cast<std::size_t>(token)];
+  }
+};
+
+Floats normal(Random& random, int dim, double size = 1) {
+  Floats x;
+  for (int i = 0; i < dim; ++i) x.push_back(static_cast<float>(size * random.normal()));
+  return x;
+}
+
+// Coordinate i has the deviation `falloff`^i.
+Floats uneven(Random& random, int dim, double falloff) {
+  Floats x = normal(random, dim);
+  double size = 1;
+  for (float& v : x) {
+    v = static_cast<float>(static_cast<double>(v) * size);
+    size *= falloff;
+  }
+  return x;
+}
+
+Keys some_keys(Random& random, int dim, int count, double falloff) {
+  Keys keys(dim);
+  for (int i = 0; i < count; ++i)
+    keys.add(uneven(random, dim, falloff), random.below(3) == 0 ? 0 : std::exp(random.normal()));
+  return keys;
+}
+
+Floats coordinates(const SketchBasis& basis, const Floats& key) {
+  Floats x;
+  for (int i = 0; i < basis.shape.dim; ++i) {
+    double sum = 0;
+    for (std::size_t j = 0; j < key.size(); ++j)
+      sum += static_cast<double>(basis.encode[static_cast<std::size_t>(i) * key.size() + j]) *
+             static_cast<double>(key[j]);
+    x.push_back(static_cast<float>(sum));
+  }
+  return x;
+}
+
+Doubles query_coordinates(const SketchBasis& basis, const Floats& q) {
+  Doubles p;
+  for (int i = 0; i < basis.shape.dim; ++i) {
+    double sum = 0;
+    for (std::size_t j = 0; j < q.size(); ++j)
+      sum += static_cast<double>(
+                 verkv::to_float(basis.query[static_cast<std::size_t>(i) * q.size() + j])) *
+             static_cast<double>(q[j]);
+    p.push_back(sum * static_cast<double>(basis.unit));
+  }
+  return p;
+}
+
+double unit_of(const SketchShape& shape, int coordinate) {
+  return coordinate < shape.fine ? kFineUnit : kCoarseUnit;
+}
+
+double dot(const Floats& a, const Floats& b) {
+  double sum = 0;
+  for (std::size_t i = 0; i < a.size(); ++i)
+    sum += static_cast<double>(a[i]) * static_cast<double>(b[i]);
+  return sum;
+}
+
+std::vector<std::uint8_t> room_for_one(const SketchShape& shape) {
+  return std::vector<std::uint8_t>(static_cast<std::size_t>(verkv::code_storage_bytes(shape, 1)),
+                                   0xa5);
+}
+
+SketchLevels levels() { return verkv::sketch_levels(SketchKind::calibrated, 2); }
+
+// q.k as the sketch has it, without rounding the query.
+double sketched(const SketchBasis& basis, const Floats& key, const Floats& q) {
+  auto codes = room_for_one(basis.shape);
+  const Floats x = coordinates(basis, key);
+  const SketchScale scale =
+      verkv::encode_calibrated(basis.shape, levels(), basis.bands, x, codes.data(), 0);
+  const Doubles p = query_coordinates(basis, q);
+  double sum = 0;
+  for (int i = 0; i < basis.shape.dim; ++i) {
+    sum += p[static_cast<std::size_t>(i)] *
+           (levels().byte_of(basis.shape, i, verkv::unpack_code(basis.shape, codes.data(), 0, i)) -
+            127);
+  }
+  return sum * static_cast<double>(verkv::to_float(scale.scale));
+}
+
+// ---- The basis ----
+
+TEST_CASE("a basis spends no more bits than asked for, in whole blocks") {
+  Random random(1);
+  for (const int dim : kDims) {
+    for (const int bits : {2, 3, 4}) {
+      for (const double falloff : {1.0, 0.9, 0.5}) {
+        const SketchBasis basis =
+            verkv::calibrate_sketch(bits, some_keys(random, dim, 200, falloff), {}, 3);
+        const SketchShape& s = basis.shape;
+        INFO("dim " << dim << ", bits " << bits << ", falloff " << falloff << ": " << s.fine
+                    << " of " << s.dim);
+        CHECK(4 * s.fine + 2 * (s.dim - s.fine) <= bits * dim);
+        CHECK((s.fine % 16 == 0 || s.fine == dim));
+        CHECK(s.dim >= 1);
+        CHECK(s.dim <= dim);
+        CHECK(s.fine <= s.dim);
+        CHECK(basis.encode.size() == static_cast<std::size_t>(s.dim * dim));
+        CHECK(basis.query.size() == basis.encode.size());
+        const SketchShape most = verkv::largest_calibrated_shape(bits, dim);
+        CHECK(s.dim <= most.dim);
+        CHECK(s.fine <= most.fine);
+      }
+    }
+  }
+}
+
+TEST_CASE("where nothing is dropped, products are those of keys and queries") {
+  Random random(2);
+  for (const int dim : kDims) {
+    const Keys keys = some_keys(random, dim, 300, 0.95);
+    Floats queries;
+    for (int i = 0; i < 40; ++i) {
+      const Floats q = uneven(random, dim, 0.97);
+      queries.insert(queries.end(), q.begin(), q.end());
+    }
+    const SketchBasis basis = verkv::calibrate_sketch(4, keys, queries, 3);
+    REQUIRE(basis.shape.dim == dim);
+    for (int trial = 0; trial < 20; ++trial) {
+      const Floats& k = keys.key[static_cast<std::size_t>(trial)];
+      const Floats q = normal(random, dim);
+      const Floats x = coordinates(basis, k);
+      const Doubles p = query_coordinates(basis, q);
+      double product = 0;
+      double parts = 0;
+      for (int i = 0; i < dim; ++i) {
+        const double part = p[static_cast<std::size_t>(i)] *
+                            static_cast<double>(x[static_cast<std::size_t>(i)]) /
+                            unit_of(basis.shape, i);
+        product += part;
+        double entries = 0;
+        for (int j = 0; j < dim; ++j)
+          entries += std::fabs(static_cast<double>(verkv::to_float(
+                                   basis.query[static_cast<std::size_t>(i * dim + j)])) *
+                               static_cast<double>(q[static_cast<std::size_t>(j)]));
+        parts += static_cast<double>(basis.unit) * entries *
+                 std::fabs(static_cast<double>(x[static_cast<std::size_t>(i)])) /
+                 unit_of(basis.shape, i);
+      }
+      INFO("dim " << dim << ", trial " << trial);
+      // The query's matrix has 11 bits, everything else is better.
+      CHECK(std::fabs(product - dot(q, k)) <= 1.1 * 0x1p-12 * 2 * parts + 1e-30);
+    }
+  }
+}
+
+TEST_CASE("equal input gives an equal basis, another seed another rotation") {
+  Random random(3);
+  const Keys keys = some_keys(random, 64, 100, 0.9);
+  const SketchBasis a = verkv::calibrate_sketch(2, keys, {}, 1);
+  const SketchBasis b = verkv::calibrate_sketch(2, keys, {}, 1);
+  const SketchBasis c = verkv::calibrate_sketch(2, keys, {}, 2);
+  CHECK(a.encode == b.encode);
+  CHECK(a.encode != c.encode);
+  CHECK(std::equal(a.query.begin(), a.query.end(), b.query.begin(), b.query.end(),
+                   [](verkv::Half x, verkv::Half y) { return x.bits == y.bits; }));
+}
+
+TEST_CASE("even keys get the same bits everywhere, uneven ones do not") {
+  Random random(4);
+  CHECK(verkv::calibrate_sketch(2, some_keys(random, 128, 20000, 1.0), {}, 1).shape.fine == 0);
+  CHECK(verkv::calibrate_sketch(2, some_keys(random, 128, 20000, 0.9), {}, 1).shape.fine >= 16);
+  // A few tokens are no reason to drop anything of those to come.
+  CHECK(verkv::calibrate_sketch(2, some_keys(random, 128, 8, 0.9), {}, 1).shape.fine == 0);
+}
+
+// Mean square error of q.k over normal keys and queries against what the levels promise: the
+// variance of each direction times the error of its quantiser, 1 where it is dropped.
+TEST_CASE("the error on uneven keys is that of theory, and far below that of a random rotation") {
+  Random random(5);
+  for (const int dim : {64, 128, 256}) {
+    const double falloff = std::pow(0.02, 1.0 / dim);
+    const Keys keys = some_keys(random, dim, 4000, falloff);
+    for (const int bits : {2, 3}) {
+      const SketchBasis basis = verkv::calibrate_sketch(bits, keys, {}, 1);
+      double theory = 0;
+      double total = 0;
+      for (int i = 0; i < dim; ++i) {
+        const double variance = std::pow(falloff, 2 * i);
+        const int fine = basis.shape.fine;
+        theory += variance * (i < fine ? 0.009497 : i < basis.shape.dim ? 0.1175 : 1.0);
+        total += variance;
+      }
+      double error = 0;
+      constexpr int trials = 4000;
+      for (int t = 0; t < trials; ++t) {
+        const Floats k = uneven(random, dim, falloff);
+        const Floats q = normal(random, dim);
+        const double off = sketched(basis, k, q) - dot(q, k);
+        error += off * off / trials;
+      }
+      INFO("dim " << dim << ", bits " << bits << ", fine " << basis.shape.fine << ": " << error
+                  << " against " << theory << " of theory");
+      // No code of a normal variable has less error than 2^(-2 rate), the 16 bits of the scale
+      // included. Above: the mean of 4000 squares of normal variables has a deviation of
+      // sqrt(2 / 4000) = 2.2 %, the length instead of the least-squares fit costs a few percent,
+      // and one scale for two bands less than the search for it gains. A random rotation at 2 bits
+      // has 0.1175 of the total.
+      const double least = std::pow(2.0, -32.0 / basis.shape.dim);
+      double bound = 0;
+      for (int i = 0; i < dim; ++i) {
+        const double rate = i < basis.shape.fine ? 4 : i < basis.shape.dim ? 2 : 0;
+        bound += std::pow(falloff, 2 * i) * std::pow(2.0, -2 * rate) * (rate > 0 ? least : 1.0);
+      }
+      CHECK(error > bound);
+      CHECK(error < 1.15 * theory);
+      if (bits == 2) CHECK(error < 0.5 * 0.1175 * total);
+    }
+  }
+}
+
+TEST_CASE("what the prompt's queries look at is kept, what keys alone suggest may be dropped") {
+  // Strong directions 0 to 31, weak ones after; the queries see four of the weak ones.
+  Random random(6);
+  const int dim = 64;
+  Keys keys(dim);
+  for (int i = 0; i < 2000; ++i) {
+    Floats k = normal(random, dim);
+    for (int j = 32; j < dim; ++j) k[static_cast<std::size_t>(j)] *= 0.3f;
+    keys.add(std::move(k));
+  }
+  Floats queries;
+  for (int i = 0; i < 64; ++i) {
+    Floats q = normal(random, dim, 30);
+    for (int j = 0; j < 60; ++j) q[static_cast<std::size_t>(j)] = 0;
+    queries.insert(queries.end(), q.begin(), q.end());
+  }
+  const SketchBasis blind = verkv::calibrate_sketch(2, keys, {}, 1);
+  const SketchBasis seeing = verkv::calibrate_sketch(2, keys, queries, 1);
+  double blind_error = 0;
+  double seeing_error = 0;
+  for (int i = 0; i < 200; ++i) {
+    const Floats q(queries.begin() + i % 64 * dim, queries.begin() + (i % 64 + 1) * dim);
+    const Floats& k = keys.key[static_cast<std::size_t>(i)];
+    blind_error += std::pow(sketched(blind, k, q) - dot(q, k), 2);
+    seeing_error += std::pow(sketched(seeing, k, q) - dot(q, k), 2);
+  }
+  INFO(blind_error << " without queries, " << seeing_error << " with them");
+  CHECK(seeing_error < 0.5 * blind_error);
+}
+
+TEST_CASE("a key in directions that are dropped leaves no trace: the sketch's worst case") {
+  Random random(7);
+  const int dim = 64;
+  const Keys keys = some_keys(random, dim, 4000, 0.8);
+  const SketchBasis basis = verkv::calibrate_sketch(2, keys, {}, 1);
+  REQUIRE(basis.shape.fine >= 16);
+  REQUIRE(basis.shape.dim < dim);
+  // The part of the last unit vector that no stored coordinate sees.
+  Floats needle(dim, 0.0f);
+  needle[dim - 1] = 1;
+  const Floats x = coordinates(basis, needle);
+  double seen = 0;
+  for (int i = 0; i < basis.shape.dim; ++i) {
+    seen = std::max(seen,
+                    std::fabs(static_cast<double>(x[static_cast<std::size_t>(i)])) *
+                        std::fabs(query_coordinates(basis, needle)[static_cast<std::size_t>(i)]) /
+                        unit_of(basis.shape, i));
+  }
+  CHECK(seen < 0.05);
+  for (float& v : needle) v *= 100;
+  const double product = dot(needle, needle);
+  CHECK(std::fabs(sketched(basis, needle, needle)) < 0.7 * product);
+}
+
+// ---- Encoding ----
+
+TEST_CASE("codes are the nearest levels at the best of the trial scales, for keys of any kind") {
+  Random random(8);
+  for (const int dim : {64, 80, 96, 100, 112, 128, 256}) {
+    for (const int bits : {2, 3, 4}) {
+      const SketchBasis basis =
+          verkv::calibrate_sketch(bits, some_keys(random, dim, 500, 0.95), {}, 1);
+      const SketchShape& shape = basis.shape;
+      auto codes = room_for_one(shape);
+      for (int trial = 0; trial < 40; ++trial) {
+        const double size = trial % 4 == 0 ? 1e4 : trial % 4 == 1 ? 1e-6 : 1.0;
+        Floats key = uneven(random, dim, 0.95);
+        for (float& v : key) v *= static_cast<float>(size);
+        if (trial % 5 == 0) std::fill(key.begin(), key.end(), static_cast<float>(size));
+        if (trial % 5 == 1) key[3] *= 1000;
+        const Floats x = coordinates(basis, key);
+        const SketchScale stored =
+            verkv::encode_calibrated(shape, levels(), basis.bands, x, codes.data(), 0);
+
+        // Brute force in double: levels by distance, explained square by trial scale.
+        const auto band = [&](int i) {
+          return static_cast<double>(i < shape.fine ? basis.bands.fine_square
+                                                    : basis.bands.coarse_square);
+        };
+        double square = 0;
+        double yy = 0;
+        for (int i = 0; i < shape.dim; ++i) {
+          const double v = static_cast<double>(x[static_cast<std::size_t>(i)]);
+          square += v * v;
+          yy += band(i) * v * v;
+        }
+        const double rms = std::sqrt(square / shape.dim);
+        const auto byte_at = [&](int i, double scale) {
+          const int count = i < shape.fine ? 16 : 4;
+          const verkv::SketchLevels table = levels();
+          int best = 0;
+          const double v = static_cast<double>(x[static_cast<std::size_t>(i)]) / scale;
+          const int tables = i < shape.fine ? 4 : 2;
+          double nearest = 1e300;
+          for (int code = 0; code < count; ++code) {
+            const int half = count / 2;
+            const double exact = code < half ? -verkv::lloyd_max_level(tables, half - 1 - code)
+                                             : verkv::lloyd_max_level(tables, code - half);
+            if (std::fabs(v - exact) < nearest) {
+              nearest = std::fabs(v - exact);
+              best = i < shape.fine ? table.byte[code] : table.coarse_byte[code];
+            }
+          }
+          return best - 127;
+        };
+        double best = 0;
+        for (const float t : verkv::kScaleTrial) {
+          double yz = 0;
+          double zz = 0;
+          for (int i = 0; i < shape.dim; ++i) {
+            const double z = unit_of(shape, i) * byte_at(i, rms * static_cast<double>(t));
+            yz += band(i) * z * static_cast<double>(x[static_cast<std::size_t>(i)]);
+            zz += band(i) * z * z;
+          }
+          if (yz > 0) best = std::max(best, yz * yz / zz);
+        }
+        double yz = 0;
+        double zz = 0;
+        for (int i = 0; i < shape.dim; ++i) {
+          const double z =
+              unit_of(shape, i) *
+              (levels().byte_of(shape, i, verkv::unpack_code(shape, codes.data(), 0, i)) - 127);
+          yz += band(i) * z * static_cast<double>(x[static_cast<std::size_t>(i)]);
+          zz += band(i) * z * z;
+        }
+        INFO("dim " << dim << ", bits " << bits << ", trial " << trial);
+        // Sums in binary32 may choose another trial that is as good to within their rounding, and a
+        // coordinate on a border may go to either side.
+        REQUIRE(yz * yz / zz >= best * (1 - 1e-4));
+        REQUIRE_THAT(static_cast<double>(verkv::to_float(stored.scale)),
+                     Catch::WithinRel(std::sqrt(yy / zz), 0x1p-9 + 1e-5));
+      }
+    }
+  }
+}
+
+TEST_CASE("keys all alike, all zero, one, and what is not a number") {
+  for (const int dim : {1, 64, 100}) {
+    for (const int count : {1, 50}) {
+      Keys keys(dim);
+      for (int i = 0; i < count; ++i) keys.add(Floats(static_cast<std::size_t>(dim), 0.0f));
+      const SketchBasis basis = verkv::calibrate_sketch(2, keys, {}, 1);
+      CHECK(sketched(basis, keys.key[0], Floats(static_cast<std::size_t>(dim), 1.0f)) == 0);
+      for (const float v : basis.encode) REQUIRE(std::isfinite(v));
+      for (const verkv::Half v : basis.query) REQUIRE(std::isfinite(verkv::to_float(v)));
+      // A key unlike all that were seen is still estimated from its stored coordinates.
+      Random random(9);
+      const Floats other = normal(random, dim);
+      CHECK(std::isfinite(sketched(basis, other, other)));
+      if (basis.shape.dim == dim) CHECK(sketched(basis, other, other) > 0);
+    }
+  }
+  Random random(10);
+  Keys keys = some_keys(random, 64, 50, 0.9);
+  const SketchBasis good = verkv::calibrate_sketch(2, keys, {}, 1);
+  Floats bad = keys.key[0];
+  bad[7] = std::numeric_limits<float>::quiet_NaN();
+  CHECK(std::isnan(sketched(good, bad, keys.key[0])));
+  // Differences beyond binary32 end as keys that are not numbers: never certified.
+  keys.key[3][5] = std::numeric_limits<float>::infinity();
+  const SketchBasis broken = verkv::calibrate_sketch(2, keys, {}, 1);
+  CHECK(std::isnan(sketched(broken, keys.key[0], keys.key[0])));
+}
+
+TEST_CASE("queries of any size, zeros included, make a basis") {
+  Random random(11);
+  const Keys keys = some_keys(random, 64, 200, 0.9);
+  const SketchBasis none = verkv::calibrate_sketch(2, keys, {}, 1);
+  CHECK(verkv::calibrate_sketch(2, keys, Floats(64 * 8, 0.0f), 1).encode == none.encode);
+  Floats queries = normal(random, 64 * 8);
+  const SketchBasis one = verkv::calibrate_sketch(2, keys, queries, 1);
+  for (const float size : {1e-30f, 1e30f}) {
+    Floats sized = queries;
+    for (float& v : sized) v *= size;
+    const SketchBasis other = verkv::calibrate_sketch(2, keys, sized, 1);
+    CHECK(other.shape.fine == one.shape.fine);
+    for (const float v : other.encode) REQUIRE(std::isfinite(v));
+    const double a = sketched(one, keys.key[0], keys.key[1]);
+    CHECK_THAT(sketched(other, keys.key[0], keys.key[1]),
+               Catch::WithinAbs(a, 0.2 * std::sqrt(dot(keys.key[0], keys.key[0]) *
+                                                   dot(keys.key[1], keys.key[1]))));
+  }
+}
+
+}  // namespace
