@@ -247,6 +247,7 @@ struct KvCacheManager::Impl {
       sum.sketch_bytes += one.sketch_bytes;
       sum.metadata_bytes += one.metadata_bytes;
       sum.host_bytes += one.host_bytes;
+      sum.basis_bytes += one.basis_bytes;
       sum.reserved_bytes += one.reserved_bytes;
     }
     sum.workspace_bytes = backend->workspace_bytes();

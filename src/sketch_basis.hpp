@@ -18,7 +18,7 @@ struct SketchBasis {
   SketchShape shape;  // dim: rows of both matrices
   SketchBands bands;
   float unit = 1;
-  std::vector<float> encode;  // [shape.dim][key dim]; only compression reads it: host tier
+  std::vector<float> encode;  // [shape.dim][key dim]; only compression reads it: main memory
   std::vector<Half> query;    // [shape.dim][key dim], largest entry about 1; every step: fast tier
 };
 

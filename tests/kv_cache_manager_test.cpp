@@ -454,7 +454,7 @@ class Mirror {
           const std::int64_t fine = head.basis.shape.fine;
           report.sketch_bytes += whole_groups * ((dim + 3) / 4 + (fine + 3) / 4 + 2) +
                                  4 * layer.key_dim + 2 * dim * layer.key_dim;
-          report.host_bytes += 4 * dim * layer.key_dim;
+          report.basis_bytes += 4 * dim * layer.key_dim;
           // Never more than the bits that were asked for.
           CHECK(4 * fine + 2 * (dim - fine) <= config_.sketch.bits * layer.key_dim);
           continue;
@@ -2265,6 +2265,7 @@ TEST_CASE("Every byte is accounted for") {
             CHECK(actual.sketch_bytes == expected.sketch_bytes);
             CHECK(actual.metadata_bytes == expected.metadata_bytes);
             CHECK(actual.host_bytes == expected.host_bytes);
+            CHECK(actual.basis_bytes == expected.basis_bytes);
             CHECK(actual.workspace_bytes == 0);
           };
           check("appended");

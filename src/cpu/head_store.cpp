@@ -341,7 +341,7 @@ void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const 
   report.resident_bytes += used(resident_key_) + used(resident_value_);
   report.sketch_bytes +=
       used(codes_) + used(scales_) + used(offsets_) + used(channel_means_) + used(basis_.query);
-  report.host_bytes += used(basis_.encode);
+  report.basis_bytes += used(basis_.encode);
   report.metadata_bytes +=
       used(resident_position_) + used(odds_) + used(window_square_) + used(window_steps_);
   spare(host_);
