@@ -25,6 +25,16 @@ if(VERKV_BUILD_RUNTIME)
   export(EXPORT verkv-runtime-targets NAMESPACE verkv:: FILE verkv-runtime-targets.cmake)
 endif()
 
+if(VERKV_CUDA)
+  install(
+    TARGETS verkv_cuda
+    EXPORT verkv-cuda-targets
+    LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT cuda
+    ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT cuda)
+  install(EXPORT verkv-cuda-targets NAMESPACE verkv:: DESTINATION ${package_dir} COMPONENT cuda)
+  export(EXPORT verkv-cuda-targets NAMESPACE verkv:: FILE verkv-cuda-targets.cmake)
+endif()
+
 # A static library leaves its own dependencies to whoever links it.
 set(runtime_dependencies "")
 if(VERKV_BUILD_RUNTIME)
@@ -32,6 +42,11 @@ if(VERKV_BUILD_RUNTIME)
   if(runtime_type STREQUAL "STATIC_LIBRARY")
     set(runtime_dependencies "hwy Threads")
   endif()
+endif()
+
+set(cuda_dependencies "")
+if(VERKV_CUDA AND runtime_dependencies)
+  set(cuda_dependencies CUDAToolkit)
 endif()
 
 configure_package_config_file(cmake/verkv-config.cmake.in verkv-config.cmake
@@ -69,4 +84,15 @@ if(VERKV_BUILD_RUNTIME)
   endif()
   configure_file(cmake/verkv-runtime.pc.in verkv-runtime.pc @ONLY)
   install(FILES ${PROJECT_BINARY_DIR}/verkv-runtime.pc DESTINATION ${pkgconfig_dir} COMPONENT runtime)
+endif()
+
+if(VERKV_CUDA)
+  set(pc_requires "verkv-runtime = ${PROJECT_VERSION}")
+  set(pc_libs "-L\${libdir} -lverkv_cuda")
+  if(cuda_dependencies)
+    # Where the toolkit keeps its libraries is for whoever links to say.
+    string(APPEND pc_libs " -lcudart_static -ldl -lrt -pthread")
+  endif()
+  configure_file(cmake/verkv-cuda.pc.in verkv-cuda.pc @ONLY)
+  install(FILES ${PROJECT_BINARY_DIR}/verkv-cuda.pc DESTINATION ${pkgconfig_dir} COMPONENT cuda)
 endif()

@@ -43,6 +43,16 @@ class Backend {
                       std::span<QueryHeadReport> query_reports,
                       std::span<KvHeadReport> kv_reports) = 0;
 
+  // Whether the caller's views, outputs and scores are memory that the host reads. If not, the
+  // manager leaves to the backend what it would have to read for: that importance is valid; queries
+  // are then not checked.
+  virtual bool host_views() const { return true; }
+  // Whether the backend counts its steps itself. If so, report spans may be empty where the caller
+  // wants none, and statistics come from here.
+  virtual bool counts_steps() const { return false; }
+  virtual LayerStatistics statistics(std::int64_t /*layer*/) const { return {}; }
+  virtual void reset_statistics() {}
+
   // workspace_bytes stays 0 here; reserved_bytes is what the sequence's buffers hold beyond what
   // they use.
   virtual MemoryReport memory(SequenceId sequence) const = 0;

@@ -386,6 +386,7 @@ void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceVie
     }
     if (open == 0) continue;
     if (view.data == nullptr) invalid("layer {}: null importance for {} tokens", i, open);
+    if (!impl_->backend->host_views()) continue;
     for (std::int64_t h = 0; h < view.heads; ++h) {
       const std::span<const float> scores(view.data + h * view.head_stride,
                                           static_cast<std::size_t>(open));
@@ -442,6 +443,7 @@ void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) 
     if (sequence.last_batch == impl_->batch_count)
       invalid("sequence {} appears twice in one batch", id.value);
     sequence.last_batch = impl_->batch_count;
+    if (!impl_->backend->host_views()) continue;
     TensorView one = batch.queries;
     one.data = batch.queries.row(row, 0);
     one.tokens = 1;
@@ -450,6 +452,11 @@ void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) 
       invalid("query of row {}, head {}, coordinate {} is not finite", row, place.head,
               place.coordinate);
     }
+  }
+
+  if (impl_->backend->counts_steps()) {
+    impl_->backend->attend(layer_index, batch, batch.query_reports, batch.kv_reports);
+    return;
   }
 
   // Padding rows may make the batch larger than the number of sequences; only then is there
@@ -505,12 +512,14 @@ MemoryReport KvCacheManager::memory(SequenceId sequence) const {
 LayerStatistics KvCacheManager::statistics(std::int64_t layer) const {
   const std::lock_guard lock(impl_->mutex);
   impl_->layer(layer);
+  if (impl_->backend->counts_steps()) return impl_->backend->statistics(layer);
   return impl_->statistics[static_cast<std::size_t>(layer)];
 }
 
 void KvCacheManager::reset_statistics() {
   const std::lock_guard lock(impl_->mutex);
   std::fill(impl_->statistics.begin(), impl_->statistics.end(), LayerStatistics{});
+  impl_->backend->reset_statistics();
 }
 
 }  // namespace verkv

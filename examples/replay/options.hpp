@@ -60,8 +60,9 @@ struct Options {
   std::int64_t steps = 0;            // 0: all that are recorded
   std::vector<std::int64_t> layers;  // empty: all that are recorded
   bool vector_code = true;
-  std::string json;  // empty: none
-  std::string svg;   // with promise; empty: none
+  bool cuda = false;  // the cache's backend
+  std::string json;   // empty: none
+  std::string svg;    // with promise; empty: none
 };
 
 // Options, or what to print instead of working: the help (exit code 0) or one line about the error

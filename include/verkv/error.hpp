@@ -28,6 +28,22 @@ class VERKV_API CapacityError : public Error {
   using Error::Error;
 };
 
+// A device refused a call: out of memory, pinning refused, a launch that failed. The text names the
+// call and its place in the library. After out of memory the cache is as it was and may be used on;
+// after a fault of the device itself nothing on it can be.
+class VERKV_API DeviceError : public Error {
+ public:
+  // code: the number of the device runtime's error (cudaError_t).
+  DeviceError(const std::string& text, int code, bool out_of_memory)
+      : Error(text), code_(code), out_of_memory_(out_of_memory) {}
+  int code() const noexcept { return code_; }
+  bool out_of_memory() const noexcept { return out_of_memory_; }
+
+ private:
+  int code_ = 0;
+  bool out_of_memory_ = false;
+};
+
 // A file is malformed, truncated, or lacks what was asked of it. Fix the file.
 class VERKV_API FormatError : public Error {
  public:

@@ -202,8 +202,8 @@ inline void rotate(std::span<float> x, std::span<const float> signs) {
 // ---- Packing -----------------------------------------------------------------------------------
 
 // Writes the code of (token, coordinate) into the grouped planes at `codes`.
-inline void pack_code(const SketchShape& shape, std::uint8_t* codes, std::int64_t token,
-                      int coordinate, unsigned code) {
+VERKV_HD inline void pack_code(const SketchShape& shape, std::uint8_t* codes, std::int64_t token,
+                               int coordinate, unsigned code) {
   std::uint8_t* group = codes + token / kSketchGroup * (kSketchGroup * shape.code_bytes());
   const std::int64_t lane = token % kSketchGroup;
   const auto put = [](std::uint8_t& byte, int shift, unsigned mask, unsigned value) {
@@ -255,9 +255,9 @@ struct SketchScale {
 // logit of a query along the key 12 % too small, this one 6 %) and underestimates just the large
 // logits, which is where certificates fail (docs/math/sketch.md). A zero key gets scale 0. Sums in
 // double, in order of the coordinates.
-inline SketchScale encode_lloyd_max(const SketchShape& shape, const SketchLevels& levels,
-                                    std::span<const float> y, std::uint8_t* codes,
-                                    std::int64_t token) {
+VERKV_HD inline SketchScale encode_lloyd_max(const SketchShape& shape, const SketchLevels& levels,
+                                             std::span<const float> y, std::uint8_t* codes,
+                                             std::int64_t token) {
   double square = 0;
   for (const float v : y) square += static_cast<double>(v) * static_cast<double>(v);
   const double rms = std::sqrt(square / static_cast<double>(y.size()));
@@ -280,8 +280,8 @@ inline SketchScale encode_lloyd_max(const SketchShape& shape, const SketchLevels
 // Quantises the raw key x between its extremes (minmax) and packs it as `token`. The offset is
 // rounded first and the step is measured from the rounded one, so that rounding adds no error of
 // its own.
-inline SketchScale encode_minmax(const SketchShape& shape, std::span<const float> x,
-                                 std::uint8_t* codes, std::int64_t token) {
+VERKV_HD inline SketchScale encode_minmax(const SketchShape& shape, std::span<const float> x,
+                                          std::uint8_t* codes, std::int64_t token) {
   const auto [smallest, largest] = std::minmax_element(x.begin(), x.end());
   SketchScale result;
   result.offset = to_bfloat16(*smallest);

@@ -1,7 +1,7 @@
 # Installs the build tree into a prefix and moves that prefix. Whatever is installed must not name the
 # folders it came from.
 file(REMOVE_RECURSE ${work})
-foreach(component IN ITEMS core runtime)
+foreach(component IN LISTS components)
   execute_process(COMMAND ${CMAKE_COMMAND} --install ${build} --config ${config} --prefix ${work}/staged --component ${component}
                   COMMAND_ERROR_IS_FATAL ANY OUTPUT_QUIET)
 endforeach()

@@ -1,0 +1,453 @@
+// Equal bit for bit to src/cpu/head_store.cpp: the formulas are those of the stage headers, and
+// every sum runs in the same order. Compiled without contraction (-fmad=false).
+#include <algorithm>
+#include <cstdint>
+
+#include <verkv/inclusion.hpp>
+#include <verkv/sample.hpp>
+#include <verkv/sketch.hpp>
+
+#include "compress.hpp"
+#include "device_math.cuh"
+
+namespace verkv::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kDrawThreads = 512;
+// Work items beyond this many blocks are looped over.
+constexpr std::int64_t kMostBlocks = 1 << 16;
+
+unsigned blocks_for(std::int64_t items) {
+  return static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, kMostBlocks));
+}
+
+VERKV_DEVICE float load(const void* row, DType type, int j) {
+  if (type == DType::f32) return static_cast<const float*>(row)[j];
+  if (type == DType::f16) return to_float(static_cast<const Half*>(row)[j]);
+  return to_float(static_cast<const BFloat16*>(row)[j]);
+}
+
+VERKV_DEVICE void store(void* row, DType type, int j, float x) {
+  if (type == DType::f32) {
+    static_cast<float*>(row)[j] = x;
+  } else if (type == DType::f16) {
+    static_cast<Half*>(row)[j] = to_half(x);
+  } else {
+    static_cast<BFloat16*>(row)[j] = to_bfloat16(x);
+  }
+}
+
+// TensorView::row, which is the host's.
+VERKV_DEVICE const void* view_row(const TensorView& view, std::int64_t token, std::int64_t head) {
+  return static_cast<const char*>(view.data) +
+         (token * view.token_stride + head * view.head_stride) *
+             static_cast<std::int64_t>(size_bytes(view.type));
+}
+
+// ---- Append -------------------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kThreads)
+    append_kernel(LayerView layer, AppendStep step, float limit) {
+  const std::int64_t element = static_cast<std::int64_t>(size_bytes(layer.storage));
+  const std::int64_t items = step.keys.tokens * layer.kv_heads;
+  for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    const std::int64_t token = item / layer.kv_heads;
+    const std::int64_t h = item % layer.kv_heads;
+    const HeadView& head = step.heads[h];
+    const std::int64_t position = step.first + token;
+    const std::int64_t slot = head.drawn + (position - head.compressed);
+    std::byte* host = const_cast<std::byte*>(head.host_rows) + position * layer.row_bytes();
+    std::byte* key = head.resident_keys + slot * layer.key_dim * element;
+    std::byte* value = head.resident_values + slot * layer.value_dim * element;
+    for (int j = static_cast<int>(threadIdx.x); j < layer.key_dim + layer.value_dim;
+         j += kThreads) {
+      const bool is_value = j >= layer.key_dim;
+      const int at = is_value ? j - layer.key_dim : j;
+      const TensorView& view = is_value ? step.values : step.keys;
+      const float x = load(view_row(view, token, h), view.type, at);
+      store(is_value ? value : key, layer.storage, at, x);
+      store(host, layer.storage, j, x);
+      if (fabsf(x) <= limit) continue;  // false for NaN
+      if (atomicCAS(&step.bad->claimed, 0u, 1u) == 0u) {
+        step.bad->values = is_value;
+        step.bad->sequence = step.sequence;
+        step.bad->layer = step.layer_index;
+        step.bad->token = step.token_offset + token;
+        step.bad->head = h;
+        step.bad->coordinate = at;
+        step.bad->number = x;
+      }
+    }
+    if (threadIdx.x == 0) {
+      head.resident_position[slot] = static_cast<std::uint32_t>(position);
+      head.window_square[position - head.compressed] = 0;
+      head.window_steps[position - head.compressed] = 0;
+      if (step.counts && token == 0) step.heads[h].tokens = step.first + step.keys.tokens;
+    }
+  }
+}
+
+// ---- Means and encoding -------------------------------------------------------------------------
+
+// One thread a channel: the sum over the tokens is in double and in order. Loads run ahead of it.
+__global__ void __launch_bounds__(kThreads)
+    channel_means_kernel(LayerView layer, const HeadView* heads, std::int64_t end) {
+  constexpr int kAhead = 16;
+  const int parts = (layer.key_dim + kThreads - 1) / kThreads;
+  const HeadView& head = heads[blockIdx.x / parts];
+  const int j = static_cast<int>(blockIdx.x) % parts * kThreads + static_cast<int>(threadIdx.x);
+  if (j >= layer.key_dim) return;
+  const std::int64_t row = layer.key_dim * static_cast<std::int64_t>(size_bytes(layer.storage));
+  double sum = 0;
+  std::int64_t i = 0;
+  for (; i + kAhead <= end; i += kAhead) {
+    float x[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      x[k] = load(head.resident_keys + (i + k) * row, layer.storage, j);
+    }
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) sum += static_cast<double>(x[k]);
+  }
+  for (; i < end; ++i) {
+    sum += static_cast<double>(load(head.resident_keys + i * row, layer.storage, j));
+  }
+  head.channel_means[j] = static_cast<float>(sum / static_cast<double>(end));
+}
+
+// detail::hadamard of sketch.hpp by one warp: the same sums and differences of pairs.
+VERKV_DEVICE void hadamard_warp(float* x, int size, int lane) {
+  for (int half = 1; half < size; half *= 2) {
+    for (int pair = lane; pair < size / 2; pair += 32) {
+      const int i = pair / half * (2 * half) + pair % half;
+      const float a = x[i];
+      const float b = x[i + half];
+      x[i] = a + b;
+      x[i + half] = a - b;
+    }
+    __syncwarp();
+  }
+  const float norm = static_cast<float>(1.0 / sqrt(static_cast<double>(size)));
+  for (int i = lane; i < size; i += 32) x[i] *= norm;
+}
+
+// Lane i % 32 has written x[i].
+VERKV_DEVICE void rotate_warp(float* x, int dim, const float* signs, int lane) {
+  const int size = hadamard_size(dim);
+  for (int i = lane; i < size; i += 32) x[i] *= signs[i];
+  __syncwarp();
+  hadamard_warp(x, size, lane);
+  if (size == dim) return;
+  const int begin = dim - size;
+  __syncwarp();
+  for (int i = begin + lane; i < dim; i += 32) x[i] *= signs[dim + i];
+  __syncwarp();
+  hadamard_warp(x + begin, size, lane);
+}
+
+// A block takes one group of tokens: all threads load, warps rotate, then one thread a token runs
+// the encoder of sketch.hpp, whose sums are in order, on codes in shared memory.
+// Shared: float [16][row_stride], then the codes of a group.
+template <SketchKind kKind>
+__global__ void __launch_bounds__(kThreads)
+    encode_kernel(LayerView layer, const HeadView* heads, std::int64_t end, int row_stride) {
+  extern __shared__ float shared[];
+  constexpr int kGroup = static_cast<int>(kSketchGroup);
+  std::uint8_t* codes = reinterpret_cast<std::uint8_t*>(shared + kGroup * row_stride);
+  const int code_bytes = layer.sketch.code_bytes();
+  const int dim = layer.key_dim;
+  const int thread = static_cast<int>(threadIdx.x);
+  const std::int64_t begin = heads[0].compressed;
+  const std::int64_t first_group = begin / kGroup;
+  const std::int64_t groups = (end + kGroup - 1) / kGroup - first_group;
+  const std::int64_t row_bytes = dim * static_cast<std::int64_t>(size_bytes(layer.storage));
+  for (std::int64_t item = blockIdx.x; item < groups * layer.kv_heads; item += gridDim.x) {
+    const HeadView& head = heads[item / groups];
+    const std::int64_t base = (first_group + item % groups) * kGroup;
+    // Only tokens [from, to) of the group are new.
+    const int from = static_cast<int>(base < begin ? begin - base : 0);
+    const int to = static_cast<int>(end - base < kGroup ? end - base : kGroup);
+    const std::byte* keys = head.resident_keys + (head.drawn + base - begin) * row_bytes;
+    for (int token = from + thread / 32; token < to; token += kWarps) {
+      float* y = shared + token * row_stride;
+      for (int j = thread % 32; j < dim; j += 32) {
+        y[j] = load(keys + token * row_bytes, layer.storage, j);
+        if constexpr (kKind == SketchKind::lloyd_max) y[j] -= head.channel_means[j];
+      }
+      if constexpr (kKind == SketchKind::lloyd_max) rotate_warp(y, dim, layer.signs, thread % 32);
+    }
+    for (int i = thread; i < kGroup * code_bytes; i += kThreads) codes[i] = 0;
+    __syncthreads();
+    if (thread >= from && thread < to) {
+      const std::span<const float> y(shared + thread * row_stride, static_cast<std::size_t>(dim));
+      SketchScale scale;
+      if constexpr (kKind == SketchKind::minmax) {
+        scale = encode_minmax(layer.sketch, y, codes, thread);
+        head.offsets[base + thread] = scale.offset;
+      } else {
+        scale = encode_lloyd_max(layer.sketch, layer.levels, y, codes, thread);
+      }
+      head.scales[base + thread] = scale.scale;
+    }
+    __syncthreads();
+    std::uint8_t* out = head.codes + base * code_bytes;
+    for (int i = thread; i < kGroup * code_bytes; i += kThreads) {
+      const int token = i % kGroup;
+      if (token >= from && token < to) out[i] = codes[i];
+    }
+    // The next group needs no barrier: each thread clears the codes that it has read.
+  }
+}
+
+// ---- Draw and ordered compaction ----------------------------------------------------------------
+
+// One block a KV head, so that the order needs no other block.
+__global__ void __launch_bounds__(kDrawThreads)
+    draw_kernel(const HeadView* heads, DrawKey key, std::int64_t begin, std::int64_t end,
+                std::uint32_t* out_position, std::int64_t stride, std::int64_t* out_count) {
+  __shared__ int warp_count[kDrawThreads / 32];
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const Positive16* odds = heads[blockIdx.x].odds;
+  key.kv_head += blockIdx.x;
+  std::uint32_t* out = out_position + static_cast<std::int64_t>(blockIdx.x) * stride;
+  std::int64_t written = 0;
+  for (std::int64_t base = begin; base < end; base += kDrawThreads) {
+    const std::int64_t position = base + threadIdx.x;
+    bool kept = false;
+    if (position < end) {
+      const double r = probability_from_odds(static_cast<double>(to_float(odds[position])));
+      kept = drawn(key, static_cast<std::uint64_t>(position), r);
+    }
+    const unsigned votes = __ballot_sync(kWholeWarp, kept);
+    if (lane == 0) warp_count[warp] = __popc(votes);
+    __syncthreads();
+    int before = 0;
+    int all = 0;
+    for (int w = 0; w < kDrawThreads / 32; ++w) {
+      if (w < warp) before += warp_count[w];
+      all += warp_count[w];
+    }
+    if (kept) {
+      out[written + before + __popc(votes & ((1u << lane) - 1u))] =
+          static_cast<std::uint32_t>(position);
+    }
+    written += all;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) out_count[blockIdx.x] = written;
+}
+
+template <class Unit>
+VERKV_DEVICE void copy_row(std::byte* to, const std::byte* from, std::int64_t bytes, int lane) {
+  const int count = static_cast<int>(bytes / static_cast<std::int64_t>(sizeof(Unit)));
+  for (int i = lane; i < count; i += 32) {
+    reinterpret_cast<Unit*>(to)[i] = reinterpret_cast<const Unit*>(from)[i];
+  }
+}
+
+// One warp a row. Unit divides the bytes of keys and of values.
+template <class Unit>
+__global__ void __launch_bounds__(kThreads)
+    gather_residents_kernel(LayerView layer, GatherStep step) {
+  const std::int64_t element = static_cast<std::int64_t>(size_bytes(layer.storage));
+  const std::int64_t key_bytes = layer.key_dim * element;
+  const std::int64_t value_bytes = layer.value_dim * element;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t items = step.most_residents * layer.kv_heads;
+  for (std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+       item < items; item += static_cast<std::int64_t>(gridDim.x) * kWarps) {
+    const std::int64_t h = item / step.most_residents;
+    const std::int64_t k = item % step.most_residents;
+    const HeadView& from = step.from[h];
+    const HeadView& to = step.to[h];
+    if (k >= to.residents()) continue;
+    const std::int64_t kept = step.keeps_drawn ? from.drawn : 0;
+    std::int64_t position = 0;
+    if (k < kept) {
+      position = from.resident_position[k];
+    } else if (k < to.drawn) {
+      position = step.position[h * step.stride + k - kept];
+    } else {
+      position = to.compressed + (k - to.drawn);
+    }
+    const std::byte* key = nullptr;
+    const std::byte* value = nullptr;
+    if (step.keeps_drawn) {
+      const std::int64_t slot = k < kept ? k : from.drawn + (position - from.compressed);
+      key = from.resident_keys + slot * key_bytes;
+      value = from.resident_values + slot * value_bytes;
+    } else {
+      key = from.host_rows + position * layer.row_bytes();
+      value = key + key_bytes;
+    }
+    copy_row<Unit>(to.resident_keys + k * key_bytes, key, key_bytes, lane);
+    copy_row<Unit>(to.resident_values + k * value_bytes, value, value_bytes, lane);
+    if (lane == 0) to.resident_position[k] = static_cast<std::uint32_t>(position);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    move_window_kernel(const HeadView* from, const HeadView* to, bool zeros) {
+  const HeadView& old = from[blockIdx.x];
+  const HeadView& now = to[blockIdx.x];
+  const std::int64_t gone = now.compressed - old.compressed;
+  for (std::int64_t i = threadIdx.x; i < now.tokens - now.compressed; i += kThreads) {
+    now.window_square[i] = zeros ? 0.0f : old.window_square[i + gone];
+    now.window_steps[i] = zeros ? 0u : old.window_steps[i + gone];
+  }
+}
+
+// ---- Bookkeeping of a step ----------------------------------------------------------------------
+
+constexpr int kSlotsPerLaunch = 512;
+
+struct SlotBatch {
+  std::int32_t slot[kSlotsPerLaunch];
+};
+
+__global__ void __launch_bounds__(kSlotsPerLaunch)
+    write_slots_kernel(SlotBatch batch, int count, std::int32_t* out_slots) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < count) out_slots[i] = batch.slot[i];
+}
+
+VERKV_DEVICE std::int64_t block_sum(std::int64_t x, std::int64_t* shared) {
+  for (int half = 16; half > 0; half /= 2) {
+    x += static_cast<std::int64_t>(
+        __shfl_xor_sync(kWholeWarp, static_cast<unsigned long long>(x), half));
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+  __syncthreads();
+  std::int64_t sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += shared[w];
+  return sum;
+}
+
+// One block: a batch has few rows.
+__global__ void __launch_bounds__(kThreads) count_kernel(StepView step, LayerStatistics* counters) {
+  __shared__ std::int64_t shared[kWarps];
+  const int thread = static_cast<int>(threadIdx.x);
+  LayerStatistics sum;
+  const int query_heads = step.layer.query_heads();
+  const int kv_heads = step.layer.kv_heads;
+  for (int i = thread; i < step.rows * query_heads; i += kThreads) {
+    if (step.slots[i / query_heads] < 0) continue;
+    const QueryHeadReport& report = step.query_reports[i];
+    ++sum.decisions;
+    sum.certified += report.certified ? 1 : 0;
+    sum.fetching += report.planned_tokens > 0 ? 1 : 0;
+    sum.planned_tokens += report.planned_tokens;
+    sum.steps += i % query_heads == 0 ? 1 : 0;
+  }
+  for (int i = thread; i < step.rows * kv_heads; i += kThreads) {
+    const std::int64_t slot = step.slots[i / kv_heads];
+    if (slot < 0) continue;
+    const KvHeadReport& report = step.kv_reports[i];
+    sum.fetched_tokens += report.fetched_tokens;
+    sum.moved_tokens += report.moved_tokens;
+    sum.moved_bytes += report.moved_bytes;
+    sum.resident_tokens += report.resident_tokens;
+    sum.cached_tokens += step.heads[slot * kv_heads + i % kv_heads].tokens;
+  }
+  const auto add = [&](std::int64_t& counter, std::int64_t x) {
+    const std::int64_t all = block_sum(x, shared);
+    if (thread == 0) counter += all;
+  };
+  add(counters->steps, sum.steps);
+  add(counters->decisions, sum.decisions);
+  add(counters->certified, sum.certified);
+  add(counters->fetching, sum.fetching);
+  add(counters->planned_tokens, sum.planned_tokens);
+  add(counters->fetched_tokens, sum.fetched_tokens);
+  add(counters->moved_tokens, sum.moved_tokens);
+  add(counters->moved_bytes, sum.moved_bytes);
+  add(counters->cached_tokens, sum.cached_tokens);
+  add(counters->resident_tokens, sum.resident_tokens);
+}
+
+}  // namespace
+
+cudaError_t launch_append(const LayerView& layer, const AppendStep& step, cudaStream_t stream) {
+  if (step.keys.tokens == 0) return cudaSuccess;
+  append_kernel<<<blocks_for(step.keys.tokens * layer.kv_heads), kThreads, 0, stream>>>(
+      layer, step, largest_stored(layer.storage));
+  return cudaGetLastError();
+}
+
+cudaError_t launch_channel_means(const LayerView& layer, const HeadView* heads, std::int64_t end,
+                                 cudaStream_t stream) {
+  const int parts = (layer.key_dim + kThreads - 1) / kThreads;
+  channel_means_kernel<<<static_cast<unsigned>(layer.kv_heads * parts), kThreads, 0, stream>>>(
+      layer, heads, end);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::int64_t end,
+                          cudaStream_t stream) {
+  // Odd, so that threads which walk along rows of their own meet different banks.
+  const int row_stride = layer.key_dim | 1;
+  const std::size_t shared = static_cast<std::size_t>(kSketchGroup) *
+                             (static_cast<std::size_t>(row_stride) * sizeof(float) +
+                              static_cast<std::size_t>(layer.sketch.code_bytes()));
+  const unsigned blocks = blocks_for((end / kSketchGroup + 1) * layer.kv_heads);
+  if (layer.sketch.kind == SketchKind::minmax) {
+    encode_kernel<SketchKind::minmax>
+        <<<blocks, kThreads, shared, stream>>>(layer, heads, end, row_stride);
+  } else {
+    encode_kernel<SketchKind::lloyd_max>
+        <<<blocks, kThreads, shared, stream>>>(layer, heads, end, row_stride);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawKey& key,
+                        std::int64_t begin, std::int64_t end, std::uint32_t* out_position,
+                        std::int64_t stride, std::int64_t* out_count, cudaStream_t stream) {
+  draw_kernel<<<static_cast<unsigned>(layer.kv_heads), kDrawThreads, 0, stream>>>(
+      heads, key, begin, end, out_position, stride, out_count);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_gather_residents(const LayerView& layer, const GatherStep& step,
+                                    cudaStream_t stream) {
+  if (step.most_residents == 0) return cudaSuccess;
+  const std::int64_t element = static_cast<std::int64_t>(size_bytes(layer.storage));
+  const unsigned blocks = blocks_for((step.most_residents * layer.kv_heads + kWarps - 1) / kWarps);
+  if (layer.key_dim * element % 16 == 0 && layer.value_dim * element % 16 == 0) {
+    gather_residents_kernel<uint4><<<blocks, kThreads, 0, stream>>>(layer, step);
+  } else {
+    gather_residents_kernel<std::uint16_t><<<blocks, kThreads, 0, stream>>>(layer, step);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_move_window(const LayerView& layer, const HeadView* from, const HeadView* to,
+                               bool zeros, cudaStream_t stream) {
+  move_window_kernel<<<static_cast<unsigned>(layer.kv_heads), kThreads, 0, stream>>>(from, to,
+                                                                                     zeros);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_write_slots(const std::int32_t* slots, int count, std::int32_t* out_slots,
+                               cudaStream_t stream) {
+  for (int first = 0; first < count; first += kSlotsPerLaunch) {
+    SlotBatch batch = {};
+    const int here = std::min(count - first, kSlotsPerLaunch);
+    std::copy(slots + first, slots + first + here, batch.slot);
+    write_slots_kernel<<<1, kSlotsPerLaunch, 0, stream>>>(batch, here, out_slots + first);
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_count(const StepView& step, LayerStatistics* counters, cudaStream_t stream) {
+  count_kernel<<<1, kThreads, 0, stream>>>(step, counters);
+  return cudaGetLastError();
+}
+
+}  // namespace verkv::cuda

@@ -1,0 +1,116 @@
+#include "step.hpp"
+
+#include <algorithm>
+
+#include "step_kernels.hpp"
+#include "step_workspace.hpp"
+
+namespace verkv::cuda {
+namespace {
+
+// Blocks that keep every multiprocessor busy; a step that has fewer (row, KV head) pairs cuts them.
+constexpr std::int64_t kBlocksWanted = 512;
+constexpr std::int64_t kMostSplits = 64;
+// Tokens below which a split is not worth its start.
+constexpr std::int64_t kScoreTokens = 1024;
+constexpr std::int64_t kAttendRows = 128;
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+int splits(std::int64_t pairs, std::int64_t pieces, std::int64_t blocks) {
+  const std::int64_t wanted = ceil_div(blocks, std::max<std::int64_t>(1, pairs));
+  return static_cast<int>(std::clamp<std::int64_t>(std::min(wanted, pieces), 1, kMostSplits));
+}
+
+bool searches(const LayerView& layer) {
+  return layer.mode == FetchMode::verified && layer.epsilon != kOff;
+}
+
+StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed,
+                  std::int64_t most_residents, std::int64_t blocks) {
+  StepGrid grid;
+  const std::int64_t pairs = static_cast<std::int64_t>(rows) * layer.kv_heads;
+  grid.score_parts = static_cast<int>(ceil_div(layer.group, kScoreHeads));
+  grid.score_splits = splits(pairs * grid.score_parts,
+                             ceil_div(most_compressed + most_residents, kScoreTokens), blocks);
+  grid.units = static_cast<int>(ceil_div(layer.value_dim, 4));
+  grid.part_heads =
+      std::max(1, std::min({layer.group, kAttendHeads, kMostUnits / std::max(1, grid.units)}));
+  grid.attend_parts = static_cast<int>(ceil_div(layer.group, grid.part_heads));
+  // How many tokens move is not known here; the bound is what could.
+  grid.attend_splits = splits(pairs * grid.attend_parts,
+                              ceil_div(most_residents + most_compressed / 16, kAttendRows), blocks);
+  const std::int64_t row = layer.row_bytes() + 128;
+  grid.tile = static_cast<int>(std::clamp<std::int64_t>((32 << 10) / row, 4, kMostTile));
+  return grid;
+}
+
+}  // namespace
+
+StepGrid step_grid(const LayerView& layer, int rows, std::int64_t most_compressed,
+                   std::int64_t most_residents) {
+  return grid_for(layer, rows, most_compressed, most_residents, kBlocksWanted);
+}
+
+std::int64_t lay_out(const LayerView& layer, const StepGrid& grid, int rows,
+                     std::int64_t most_compressed, std::int64_t most_residents, std::byte* base,
+                     StepWorkspace& out_workspace) {
+  StepWorkspace& ws = out_workspace;
+  const std::int64_t query_heads = static_cast<std::int64_t>(rows) * layer.query_heads();
+  const std::int64_t kv_heads = static_cast<std::int64_t>(rows) * layer.kv_heads;
+  ws.token_stride = ceil_div(most_compressed, kBlockTokens) * kBlockTokens;
+  ws.resident_stride = ceil_div(most_residents, kLanes) * kLanes;
+  ws.mask_stride = ws.token_stride / 32;
+  std::int64_t at = 0;
+  const auto place = [&](auto*& pointer, std::int64_t count) {
+    using Element = std::remove_reference_t<decltype(*pointer)>;
+    pointer = reinterpret_cast<Element*>(base + at);
+    at += ceil_div(count * static_cast<std::int64_t>(sizeof(Element)), 256) * 256;
+  };
+  place(ws.weight, query_heads * ws.token_stride);
+  place(ws.resident_logit, query_heads * ws.resident_stride);
+  place(ws.slice_top, query_heads * grid.score_splits);
+  place(ws.heads, query_heads);
+  place(ws.wanted, query_heads * ws.mask_stride);
+  place(ws.active, query_heads * ws.mask_stride);
+  if (searches(layer)) {
+    place(ws.plan_index, query_heads * ws.token_stride);
+  } else {
+    ws.plan_index = nullptr;
+  }
+  place(ws.groups, kv_heads);
+  place(ws.fetched, kv_heads * ws.mask_stride);
+  place(ws.moved, kv_heads * ws.token_stride);
+  place(ws.attended, kv_heads * grid.attend_parts);
+  place(ws.partial_top, query_heads * grid.attend_splits);
+  place(ws.partial_sum, query_heads * grid.attend_splits);
+  place(ws.partial_output, query_heads * grid.attend_splits * 4 * grid.units);
+  return at;
+}
+
+std::int64_t step_workspace_bytes(const LayerView& layer, int rows, std::int64_t most_compressed,
+                                  std::int64_t most_residents) {
+  // Fewer rows are cut into more splits, and rounding up may give them more blocks altogether: a
+  // block more for every pair covers that.
+  const std::int64_t parts = std::max(1, layer.group);
+  const std::int64_t blocks = kBlocksWanted + rows * layer.kv_heads * parts;
+  StepWorkspace unused;
+  return lay_out(layer, grid_for(layer, rows, most_compressed, most_residents, blocks), rows,
+                 most_compressed, most_residents, nullptr, unused);
+}
+
+cudaError_t launch_step(const StepView& step, cudaStream_t stream) {
+  if (step.rows == 0) return cudaSuccess;
+  StepArguments arguments;
+  arguments.view = step;
+  arguments.grid = step_grid(step.layer, step.rows, step.most_compressed, step.most_residents);
+  lay_out(step.layer, arguments.grid, step.rows, step.most_compressed, step.most_residents,
+          step.workspace, arguments.workspace);
+  cudaError_t error = launch_scores(arguments, stream);
+  if (error == cudaSuccess) error = launch_plan(arguments, stream);
+  if (error == cudaSuccess) error = launch_certificate(arguments, stream);
+  if (error == cudaSuccess) error = launch_attend(arguments, stream);
+  return error;
+}
+
+}  // namespace verkv::cuda

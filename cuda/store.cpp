@@ -1,0 +1,378 @@
+#include "store.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+namespace verkv::cuda {
+namespace {
+
+// Rows of a head start at multiples of this many tokens' worth of bytes, hence aligned.
+constexpr std::int64_t kCapacityUnit = 64;
+
+std::int64_t round_up(std::int64_t n, std::int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Grows geometrically, by half.
+std::int64_t grown(std::int64_t wanted, std::int64_t capacity) {
+  if (wanted <= capacity) return capacity;
+  return round_up(std::max(wanted, capacity + capacity / 2), kCapacityUnit);
+}
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+// [heads][capacity] of T: the first `used` of each head move to blocks of another capacity.
+template <class T>
+void copy_heads(T* to, std::int64_t to_capacity, const T* from, std::int64_t from_capacity,
+                std::int64_t used, std::int64_t heads, cudaStream_t stream) {
+  if (used == 0) return;
+  VERKV_CUDA_CHECK(cudaMemcpy2DAsync(to, size(to_capacity) * sizeof(T), from,
+                                     size(from_capacity) * sizeof(T), size(used) * sizeof(T),
+                                     size(heads), cudaMemcpyDeviceToDevice, stream));
+}
+
+}  // namespace
+
+LayerStore::LayerStore(const LayerView& layer)
+    : layer_(&layer),
+      views_(size(layer.kv_heads)),
+      resident_capacity_(size(layer.kv_heads), std::int64_t{0}) {}
+
+std::int64_t LayerStore::key_bytes() const {
+  return layer_->key_dim * static_cast<std::int64_t>(size_bytes(layer_->storage));
+}
+
+std::int64_t LayerStore::value_bytes() const {
+  return layer_->value_dim * static_cast<std::int64_t>(size_bytes(layer_->storage));
+}
+
+std::int64_t LayerStore::most_residents() const {
+  std::int64_t most = 0;
+  for (const HeadView& view : views_) most = std::max(most, view.residents());
+  return most;
+}
+
+void LayerStore::set_views() {
+  for (std::int64_t h = 0; h < heads(); ++h) {
+    HeadView& view = views_[size(h)];
+    view.host_rows = host_.device() + h * host_capacity_ * layer_->row_bytes();
+    view.codes = codes_.data() + h * sketch_capacity_ * layer_->sketch.code_bytes();
+    view.scales = scales_.data() + h * sketch_capacity_;
+    view.offsets = offsets_.data() == nullptr ? nullptr : offsets_.data() + h * sketch_capacity_;
+    view.odds = odds_.data() + h * sketch_capacity_;
+    view.channel_means = channel_means_.data() + h * layer_->key_dim;
+  }
+}
+
+void LayerStore::allocate_residents(Change& change, std::int64_t spare) const {
+  std::int64_t all = 0;
+  change.resident_capacity.clear();
+  change.most_residents = 0;
+  for (const HeadView& view : change.views) {
+    change.resident_capacity.push_back(round_up(view.residents() + spare, kCapacityUnit));
+    change.most_residents = std::max(change.most_residents, view.residents());
+    all += change.resident_capacity.back();
+  }
+  change.resident_keys = DeviceBuffer<std::byte>(all * key_bytes(), "resident keys");
+  change.resident_values = DeviceBuffer<std::byte>(all * value_bytes(), "resident values");
+  change.resident_position = DeviceBuffer<std::uint32_t>(all, "resident positions");
+  std::int64_t first = 0;
+  for (std::size_t h = 0; h < change.views.size(); ++h) {
+    HeadView& view = change.views[h];
+    view.resident_keys = change.resident_keys.data() + first * key_bytes();
+    view.resident_values = change.resident_values.data() + first * value_bytes();
+    view.resident_position = change.resident_position.data() + first;
+    first += change.resident_capacity[h];
+  }
+}
+
+void LayerStore::allocate_window(Change& change, std::int64_t capacity) const {
+  change.window_capacity = round_up(capacity, kCapacityUnit);
+  change.window_square =
+      DeviceBuffer<float>(heads() * change.window_capacity, "scores of the local window");
+  change.window_steps =
+      DeviceBuffer<std::uint32_t>(heads() * change.window_capacity, "scores of the local window");
+  change.moves_window = true;
+  for (std::size_t h = 0; h < change.views.size(); ++h) {
+    const std::int64_t first = static_cast<std::int64_t>(h) * change.window_capacity;
+    change.views[h].window_square = change.window_square.data() + first;
+    change.views[h].window_steps = change.window_steps.data() + first;
+  }
+}
+
+void LayerStore::grow_host(Change& change, std::int64_t tokens, cudaStream_t stream) const {
+  change.host_capacity = grown(tokens, host_capacity_);
+  if (change.host_capacity == host_capacity_) return;
+  const std::int64_t row = layer_->row_bytes();
+  change.host = PinnedBuffer(heads() * change.host_capacity * row, "the host tier");
+  if (this->tokens() == 0) return;
+  // The host copies, so what kernels have still to write there must have come.
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  for (std::int64_t h = 0; h < heads(); ++h) {
+    std::memcpy(change.host.data() + h * change.host_capacity * row,
+                host_.data() + h * host_capacity_ * row, size(this->tokens() * row));
+  }
+}
+
+void LayerStore::reserve_append(std::int64_t count, HeadView* table, cudaStream_t stream) {
+  const std::int64_t wanted = tokens() + count;
+  const std::int64_t window = wanted - compressed();
+  bool fits = true;
+  for (std::size_t h = 0; h < views_.size(); ++h) {
+    fits = fits && views_[h].residents() + count <= resident_capacity_[h];
+  }
+  const bool window_fits = window <= window_capacity_;
+  if (fits && window_fits && wanted <= host_capacity_) return;
+
+  // All that can fail comes before the first change that shows.
+  Change change;
+  change.views = views_;
+  if (!fits) {
+    std::int64_t spare = count;
+    for (const HeadView& view : views_) spare = std::max(spare, view.residents() / 2);
+    allocate_residents(change, spare);
+  }
+  if (!window_fits) allocate_window(change, std::max(window, window_capacity_ * 3 / 2));
+  grow_host(change, wanted, stream);
+  if (!fits) {
+    for (std::size_t h = 0; h < views_.size(); ++h) {
+      const HeadView& from = views_[h];
+      const HeadView& to = change.views[h];
+      const std::int64_t n = from.residents();
+      if (n == 0) continue;
+      VERKV_CUDA_CHECK(cudaMemcpyAsync(to.resident_keys, from.resident_keys, size(n * key_bytes()),
+                                       cudaMemcpyDeviceToDevice, stream));
+      VERKV_CUDA_CHECK(cudaMemcpyAsync(to.resident_values, from.resident_values,
+                                       size(n * value_bytes()), cudaMemcpyDeviceToDevice, stream));
+      VERKV_CUDA_CHECK(cudaMemcpyAsync(to.resident_position, from.resident_position, size(4 * n),
+                                       cudaMemcpyDeviceToDevice, stream));
+    }
+  }
+  if (!window_fits) {
+    const std::int64_t used = tokens() - compressed();
+    copy_heads(change.window_square.data(), change.window_capacity, window_square_.data(),
+               window_capacity_, used, heads(), stream);
+    copy_heads(change.window_steps.data(), change.window_capacity, window_steps_.data(),
+               window_capacity_, used, heads(), stream);
+  }
+  take(std::move(change), table, stream);
+}
+
+void LayerStore::append_rows(AppendStep step, std::int64_t offset, bool counts, HeadView* table,
+                             cudaStream_t stream) {
+  step.heads = table;
+  step.first = tokens() + offset;
+  step.counts = counts;
+  VERKV_CUDA_CHECK(launch_append(*layer_, step, stream));
+}
+
+void LayerStore::add_tokens(std::int64_t count) {
+  for (HeadView& view : views_) view.tokens += count;
+}
+
+void LayerStore::write_table(HeadView* table, cudaStream_t stream) const {
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(table, views_.data(), views_.size() * sizeof(HeadView),
+                                   cudaMemcpyHostToDevice, stream));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
+  const std::int64_t capacity = grown(end, sketch_capacity_);
+  const SketchShape& sketch = layer_->sketch;
+  if (capacity > sketch_capacity_) {
+    const bool coded = sketch.kind != SketchKind::exact;
+    DeviceBuffer<Positive16> odds(heads() * capacity, "odds");
+    DeviceBuffer<std::uint8_t> codes(heads() * capacity * sketch.code_bytes(), "codes");
+    DeviceBuffer<Positive16> scales(coded ? heads() * capacity : 0, "scales");
+    DeviceBuffer<BFloat16> offsets(sketch.kind == SketchKind::minmax ? heads() * capacity : 0,
+                                   "offsets");
+    DeviceBuffer<float> means;
+    if (sketch.kind == SketchKind::lloyd_max && channel_means_.size() == 0) {
+      means = DeviceBuffer<float>(heads() * layer_->key_dim, "channel means");
+    }
+    // A step reads whole groups, so what pads the last one is written too.
+    const auto clear = [stream](auto& buffer) {
+      if (buffer.size() == 0) return;
+      VERKV_CUDA_CHECK(cudaMemsetAsync(buffer.data(), 0, size(buffer.bytes()), stream));
+    };
+    clear(odds);
+    clear(codes);
+    clear(scales);
+    clear(offsets);
+    const std::int64_t used = compressed();
+    copy_heads(odds.data(), capacity, odds_.data(), sketch_capacity_, used, heads(), stream);
+    if (coded) {
+      const std::int64_t code = sketch.code_bytes();
+      copy_heads(codes.data(), capacity * code, codes_.data(), sketch_capacity_ * code,
+                 code_storage_bytes(sketch, used), heads(), stream);
+      copy_heads(scales.data(), capacity, scales_.data(), sketch_capacity_, used, heads(), stream);
+    }
+    if (offsets.size() > 0) {
+      copy_heads(offsets.data(), capacity, offsets_.data(), sketch_capacity_, used, heads(),
+                 stream);
+    }
+    VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+    // The table still names the old blocks; they go when it has been rewritten.
+    odds_.swap(odds);
+    codes_.swap(codes);
+    scales_.swap(scales);
+    offsets_.swap(offsets);
+    if (means.size() > 0) channel_means_.swap(means);
+    sketch_capacity_ = capacity;
+    set_views();
+  }
+}
+
+LayerStore::Change LayerStore::compress(std::span<const Positive16> odds, const DrawKey& key,
+                                        std::int64_t spare, bool zero_scores, HeadView* table,
+                                        cudaStream_t stream) {
+  const std::int64_t begin = compressed();
+  const std::int64_t count = static_cast<std::int64_t>(odds.size()) / heads();
+  const std::int64_t end = begin + count;
+  DeviceBuffer<std::uint32_t> positions(heads() * count, "a draw");
+  DeviceBuffer<std::int64_t> drawn(heads(), "a draw");
+  DeviceBuffer<HeadView> next(heads(), "a compression");
+  reserve_sketch(end, stream);
+  write_table(table, stream);
+
+  // Beyond `compressed` nothing is looked at, so all of this may be written in place.
+  VERKV_CUDA_CHECK(cudaMemcpy2DAsync(odds_.data() + begin, size(sketch_capacity_) * 2, odds.data(),
+                                     size(count) * 2, size(count) * 2, size(heads()),
+                                     cudaMemcpyHostToDevice, stream));
+  if (layer_->sketch.kind == SketchKind::lloyd_max && begin == 0) {
+    VERKV_CUDA_CHECK(launch_channel_means(*layer_, table, end, stream));
+  }
+  if (layer_->sketch.kind != SketchKind::exact) {
+    VERKV_CUDA_CHECK(launch_encode(*layer_, table, end, stream));
+  }
+  VERKV_CUDA_CHECK(
+      launch_draw(*layer_, table, key, begin, end, positions.data(), count, drawn.data(), stream));
+  std::vector<std::int64_t> new_drawn(size(heads()));
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(new_drawn.data(), drawn.data(), size(drawn.bytes()),
+                                   cudaMemcpyDeviceToHost, stream));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+
+  Change change;
+  change.views = views_;
+  for (std::size_t h = 0; h < change.views.size(); ++h) {
+    change.views[h].compressed = end;
+    change.views[h].drawn += new_drawn[h];
+  }
+  allocate_residents(change, spare);
+  allocate_window(change, tokens() - end + spare);
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(next.data(), change.views.data(), size(next.bytes()),
+                                   cudaMemcpyHostToDevice, stream));
+  GatherStep gather;
+  gather.from = table;
+  gather.to = next.data();
+  gather.keeps_drawn = true;
+  gather.position = positions.data();
+  gather.stride = count;
+  gather.most_residents = change.most_residents;
+  VERKV_CUDA_CHECK(launch_gather_residents(*layer_, gather, stream));
+  VERKV_CUDA_CHECK(launch_move_window(*layer_, table, next.data(), zero_scores, stream));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  return change;
+}
+
+LayerStore::Change LayerStore::redraw(const DrawKey& key, std::int64_t spare, HeadView* table,
+                                      cudaStream_t stream) const {
+  Change change;
+  change.views = views_;
+  const std::int64_t end = compressed();
+  DeviceBuffer<std::uint32_t> positions(heads() * end, "a draw");
+  DeviceBuffer<std::int64_t> drawn(heads(), "a draw");
+  DeviceBuffer<HeadView> next(heads(), "a draw");
+  VERKV_CUDA_CHECK(
+      launch_draw(*layer_, table, key, 0, end, positions.data(), end, drawn.data(), stream));
+  std::vector<std::int64_t> new_drawn(size(heads()));
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(new_drawn.data(), drawn.data(), size(drawn.bytes()),
+                                   cudaMemcpyDeviceToHost, stream));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  for (std::size_t h = 0; h < change.views.size(); ++h) change.views[h].drawn = new_drawn[h];
+  allocate_residents(change, spare);
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(next.data(), change.views.data(), size(next.bytes()),
+                                   cudaMemcpyHostToDevice, stream));
+  GatherStep gather;
+  gather.from = table;
+  gather.to = next.data();
+  gather.keeps_drawn = false;
+  gather.position = positions.data();
+  gather.stride = end;
+  gather.most_residents = change.most_residents;
+  VERKV_CUDA_CHECK(launch_gather_residents(*layer_, gather, stream));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  return change;
+}
+
+void LayerStore::take(Change&& change, HeadView* table, cudaStream_t stream) {
+  views_ = std::move(change.views);
+  if (change.host.bytes() > 0) {
+    host_.swap(change.host);
+    host_capacity_ = change.host_capacity;
+  }
+  set_views();
+  if (!change.resident_capacity.empty()) {
+    resident_capacity_ = std::move(change.resident_capacity);
+    resident_keys_.swap(change.resident_keys);
+    resident_values_.swap(change.resident_values);
+    resident_position_.swap(change.resident_position);
+  }
+  if (change.moves_window) {
+    window_capacity_ = change.window_capacity;
+    window_square_.swap(change.window_square);
+    window_steps_.swap(change.window_steps);
+  }
+  write_table(table, stream);
+}
+
+std::vector<float> LayerStore::window_scores(std::int64_t count, cudaStream_t stream) const {
+  const std::size_t n = size(heads() * count);
+  std::vector<float> score(n);
+  std::vector<std::uint32_t> steps(n);
+  VERKV_CUDA_CHECK(cudaMemcpy2DAsync(score.data(), size(count) * 4, window_square_.data(),
+                                     size(window_capacity_) * 4, size(count) * 4, size(heads()),
+                                     cudaMemcpyDeviceToHost, stream));
+  VERKV_CUDA_CHECK(cudaMemcpy2DAsync(steps.data(), size(count) * 4, window_steps_.data(),
+                                     size(window_capacity_) * 4, size(count) * 4, size(heads()),
+                                     cudaMemcpyDeviceToHost, stream));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  for (std::size_t i = 0; i < n; ++i) {
+    score[i] = steps[i] == 0 ? 0.0f : std::sqrt(score[i] / static_cast<float>(steps[i]));
+  }
+  return score;
+}
+
+void LayerStore::clear_window_scores(cudaStream_t stream) {
+  if (window_square_.size() == 0) return;
+  VERKV_CUDA_CHECK(cudaMemsetAsync(window_square_.data(), 0, size(window_square_.bytes()), stream));
+  VERKV_CUDA_CHECK(cudaMemsetAsync(window_steps_.data(), 0, size(window_steps_.bytes()), stream));
+}
+
+void LayerStore::add_memory(MemoryReport& report) const {
+  const std::int64_t end = compressed();
+  const std::int64_t padded = round_up(end, kSketchGroup);
+  const SketchShape& sketch = layer_->sketch;
+  MemoryReport used;
+  used.host_bytes = heads() * tokens() * layer_->row_bytes();
+  std::int64_t residents = 0;
+  for (const HeadView& view : views_) residents += view.residents();
+  used.resident_bytes = residents * (key_bytes() + value_bytes());
+  if (end > 0 && sketch.kind != SketchKind::exact) {
+    used.sketch_bytes = heads() * (code_storage_bytes(sketch, end) +
+                                   padded * (sketch.kind == SketchKind::minmax ? 4 : 2)) +
+                        channel_means_.bytes();
+  }
+  used.metadata_bytes = 4 * residents + heads() * (2 * padded + 8 * (tokens() - end));
+  const std::int64_t allocated = host_.bytes() + resident_keys_.bytes() + resident_values_.bytes() +
+                                 resident_position_.bytes() + window_square_.bytes() +
+                                 window_steps_.bytes() + codes_.bytes() + scales_.bytes() +
+                                 offsets_.bytes() + odds_.bytes() + channel_means_.bytes();
+  report.host_bytes += used.host_bytes;
+  report.resident_bytes += used.resident_bytes;
+  report.sketch_bytes += used.sketch_bytes;
+  report.metadata_bytes += used.metadata_bytes;
+  report.reserved_bytes += allocated - used.host_bytes - used.fast_bytes();
+}
+
+}  // namespace verkv::cuda

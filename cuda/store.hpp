@@ -1,0 +1,115 @@
+// Everything the CUDA backend keeps for one (sequence, layer), all KV heads of it, on both tiers:
+// the device's HeadStore. The host side knows every length, so that a step needs no answer from the
+// device.
+#ifndef VERKV_CUDA_STORE_HPP
+#define VERKV_CUDA_STORE_HPP
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <verkv/kv_cache_manager.hpp>
+#include <verkv/sample.hpp>
+
+#include "compress.hpp"
+#include "device_memory.hpp"
+#include "views.hpp"
+
+namespace verkv::cuda {
+
+// Positions and lengths are as HeadView says; tokens and compressed are equal for all KV heads.
+// Growth, compression and redraw wait for the stream; append into room that is there does not.
+class LayerStore {
+ public:
+  // Makes an empty store of `layer`, which must outlive it, without allocating.
+  explicit LayerStore(const LayerView& layer);
+
+  std::int64_t tokens() const { return views_.front().tokens; }
+  std::int64_t compressed() const { return views_.front().compressed; }
+  std::int64_t most_residents() const;
+  // What the device's table should say of this layer's KV heads.
+  std::span<const HeadView> views() const { return views_; }
+
+  // Room for `count` more tokens; afterwards append of them allocates nothing. If blocks had to be
+  // replaced, `table`, the device's entries for this store, is written anew. Throws DeviceError and
+  // changes nothing if memory is short.
+  void reserve_append(std::int64_t count, HeadView* table, cudaStream_t stream);
+  // Enqueues the rows of `step`, whose first token is number `offset` of those being added; its
+  // heads, first and counts are filled in here. counts: whether these are the last of the tokens
+  // and the table should count them in.
+  void append_rows(AppendStep step, std::int64_t offset, bool counts, HeadView* table,
+                   cudaStream_t stream);
+  // The host side counts the tokens in.
+  void add_tokens(std::int64_t count);
+  // Writes the whole table anew. Waits for the stream.
+  void write_table(HeadView* table, cudaStream_t stream) const;
+
+  // A compression or a redraw that has been computed and waits to take effect. Nothing of the store
+  // has changed yet.
+  struct Change {
+    std::vector<HeadView> views;
+    std::vector<std::int64_t> resident_capacity;
+    DeviceBuffer<std::byte> resident_keys;
+    DeviceBuffer<std::byte> resident_values;
+    DeviceBuffer<std::uint32_t> resident_position;
+    DeviceBuffer<float> window_square;
+    DeviceBuffer<std::uint32_t> window_steps;
+    std::int64_t window_capacity = 0;
+    bool moves_window = false;
+    std::int64_t most_residents = 0;
+    PinnedBuffer host;  // where the host tier grows
+    std::int64_t host_capacity = 0;
+  };
+
+  // Compresses positions [compressed, compressed + odds.size() / KV heads): odds [KV head][token].
+  // `key` names KV head 0. spare: residents that each head should have room for beyond its own.
+  // zero_scores: the local window starts without scores. Room for the sketch stays reserved if this
+  // throws. Waits for the stream.
+  Change compress(std::span<const Positive16> odds, const DrawKey& key, std::int64_t spare,
+                  bool zero_scores, HeadView* table, cudaStream_t stream);
+  // The residents under another draw. Waits for the stream.
+  Change redraw(const DrawKey& key, std::int64_t spare, HeadView* table, cudaStream_t stream) const;
+  // Puts it in force. Waits for the stream.
+  void take(Change&& change, HeadView* table, cudaStream_t stream);
+
+  // Scores of the first `count` tokens of the local window, [KV head][count], as
+  // HeadStore::window_score. Waits for the stream.
+  std::vector<float> window_scores(std::int64_t count, cudaStream_t stream) const;
+  void clear_window_scores(cudaStream_t stream);
+
+  void add_memory(MemoryReport& report) const;
+
+ private:
+  std::int64_t heads() const { return static_cast<std::int64_t>(views_.size()); }
+  std::int64_t key_bytes() const;
+  std::int64_t value_bytes() const;
+  void grow_host(Change& change, std::int64_t tokens, cudaStream_t stream) const;
+  void reserve_sketch(std::int64_t end, cudaStream_t stream);
+  // Buffers for these numbers of residents and window tokens; views point into them.
+  void allocate_residents(Change& change, std::int64_t spare) const;
+  void allocate_window(Change& change, std::int64_t capacity) const;
+  void set_views();
+
+  const LayerView* layer_;
+  std::vector<HeadView> views_;
+  std::int64_t host_capacity_ = 0;  // tokens of each head
+  PinnedBuffer host_;
+  std::vector<std::int64_t> resident_capacity_;  // of each head
+  DeviceBuffer<std::byte> resident_keys_;
+  DeviceBuffer<std::byte> resident_values_;
+  DeviceBuffer<std::uint32_t> resident_position_;
+  std::int64_t window_capacity_ = 0;
+  DeviceBuffer<float> window_square_;
+  DeviceBuffer<std::uint32_t> window_steps_;
+  std::int64_t sketch_capacity_ = 0;  // tokens of each head, whole groups
+  DeviceBuffer<std::uint8_t> codes_;
+  DeviceBuffer<Positive16> scales_;
+  DeviceBuffer<BFloat16> offsets_;
+  DeviceBuffer<Positive16> odds_;
+  DeviceBuffer<float> channel_means_;
+};
+
+}  // namespace verkv::cuda
+
+#endif  // VERKV_CUDA_STORE_HPP

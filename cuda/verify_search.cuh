@@ -1,0 +1,433 @@
+// src/cpu/fetch_search.cpp by a block of threads: the threshold of Eq. 10. The arrays of the CPU
+// are a list of positions here, from which weight, odds and key of an entry follow; lanes and
+// blocks are by index in the list, and it is compacted where the CPU's arrays are, so that the sums
+// are equal.
+#ifndef VERKV_CUDA_VERIFY_SEARCH_CUH
+#define VERKV_CUDA_VERIFY_SEARCH_CUH
+
+#include <verkv/certificate.hpp>
+#include <verkv/fetch_plan.hpp>
+
+#include "verify_sums.cuh"
+
+namespace verkv::cuda {
+
+// Certificates from block sums are enlarged by this, as on the CPU.
+inline constexpr double kOutward = 1 + 1e-5;
+
+struct FetchThreshold {
+  float key = 0;          // fetch every token with a key above it
+  std::int64_t ties = 0;  // and so many tokens with exactly this key, lowest positions first
+};
+
+class ThresholdSearch {
+ public:
+  VERKV_DEVICE ThresholdSearch(VerifyShared& shared, const float* weight, const Positive16* odds,
+                               std::uint32_t* index, float beta_all, double denominator,
+                               double log_term, double epsilon)
+      : shared_(shared), weight_(weight), odds_(odds), index_(index), beta_high_(beta_all) {
+    if (threadIdx.x == 0) {
+      shared.search = {denominator, log_term, epsilon, 0, 0, 0, 0, 0, beta_all};
+    }
+    __syncthreads();
+  }
+
+  // All threads call and get the result.
+  VERKV_DEVICE FetchThreshold run(std::int64_t tokens) {
+    start(tokens);
+    std::int64_t open = 0;
+    for (bool first = true;; first = false) {
+      open = count_open();
+      if (open <= kFew) break;
+      const float pivot = choose_pivot(open, first);
+      if (!(pivot > good_ && pivot < bad_)) break;  // all open keys are equal
+      narrow(pivot);
+      compact();
+    }
+    return finish(open);
+  }
+
+ private:
+  static constexpr std::int64_t kFew = 64;
+  static constexpr int kSamples = 31;
+
+  struct Entry {
+    float weight;
+    float odds;
+    float key;
+  };
+
+  VERKV_DEVICE Entry entry(std::int64_t i) const {
+    const std::uint32_t position = index_[i];
+    const float w = weight_[position];
+    const float rho = to_float(odds_[position]);
+    return {w, rho, fetch_key(w, rho, shared_.search.beta_all)};
+  }
+
+  VERKV_DEVICE bool open(float key) const { return key > good_ && key <= bad_; }
+
+  VERKV_DEVICE std::int64_t blocks() const { return (count_ + kBlockTokens - 1) / kBlockTokens; }
+
+  // Keeps, in order, the entries for which keep(i) holds.
+  template <class Position, class Keep>
+  VERKV_DEVICE void keep_in_order(std::int64_t count, Position&& position, Keep&& keep) {
+    std::int64_t kept = 0;
+    for (std::int64_t first = 0; first < count; first += kVerifyThreads) {
+      const std::int64_t i = first + threadIdx.x;
+      const bool stays = i < count && keep(i);
+      const std::uint32_t at = stays ? position(i) : 0;
+      int total = 0;
+      const int rank = rank_in_block(shared_, stays, total);
+      // Every entry of this round has been read, and those of later rounds lie behind.
+      if (stays) index_[kept + rank] = at;
+      kept += total;
+    }
+    count_ = kept;
+    __syncthreads();
+  }
+
+  // plan_start.
+  VERKV_DEVICE void start(std::int64_t tokens) {
+    keep_in_order(
+        tokens, [](std::int64_t i) { return static_cast<std::uint32_t>(i); },
+        [this](std::int64_t i) { return weight_[i] > 0; });
+  }
+
+  VERKV_DEVICE std::int64_t count_open() {
+    int found = 0;
+    for (std::int64_t i = threadIdx.x; i < count_; i += kVerifyThreads) found += open(entry(i).key);
+    return count_in_block(shared_, found);
+  }
+
+  VERKV_DEVICE void narrow(float threshold) {
+    float beta = 0;
+    const double bound = evaluate(threshold, beta);
+    if (bound <= shared_.search.epsilon) {
+      good_ = threshold;
+      beta_low_ = beta;
+    } else {
+      bad_ = threshold;
+      beta_high_ = beta;
+    }
+  }
+
+  VERKV_DEVICE float choose_pivot(std::int64_t open_count, bool first) {
+    // At most 46 places are looked at: fewer than two a lane of the first warp.
+    if (threadIdx.x < 32) {
+      const int lane = threadIdx.x;
+      const std::int64_t step = max(std::int64_t{1}, count_ / kSamples);
+      int found = 0;
+      for (int round = 0; round < 2; ++round) {
+        const std::int64_t i = (lane + 32 * round) * step;
+        float key = 0;
+        bool hit = false;
+        if (i < count_) {
+          key = entry(i).key;
+          hit = open(key);
+        }
+        const unsigned hits = __ballot_sync(kWholeWarp, hit);
+        const int rank = found + __popc(hits & ((1u << lane) - 1));
+        if (hit && rank < kSamples) shared_.sample[rank] = key;
+        found += __popc(hits);
+      }
+      found = min(found, kSamples);
+      __syncwarp();
+      if (lane < found) {
+        const float own = shared_.sample[lane];
+        int rank = 0;
+        for (int j = 0; j < found; ++j) {
+          const float other = shared_.sample[j];
+          rank += other < own || (other == own && j < lane);
+        }
+        shared_.sorted[rank] = own;
+      }
+      __syncwarp();
+      if (lane == 0) {
+        float pivot = minus_infinity();
+        if (found > 0) {
+          int at = found / 2;
+          if (first) {
+            const double wanted = 0.18 * shared_.search.epsilon * shared_.search.epsilon *
+                                  shared_.search.denominator * shared_.search.denominator /
+                                  shared_.search.log_term;
+            const double each = static_cast<double>(open_count) / static_cast<double>(found);
+            double variance = 0;
+            at = 0;
+            while (at + 1 < found &&
+                   (variance += each * static_cast<double>(shared_.sorted[at])) < wanted)
+              ++at;
+          }
+          if (shared_.sorted[at] < bad_) pivot = shared_.sorted[at];
+        }
+        shared_.pivot = pivot;
+      }
+    }
+    __syncthreads();
+    const float pivot = shared_.pivot;
+    if (pivot > minus_infinity()) return pivot;
+    // The sample missed every open entry, or saw only the ties at bad_: look at all of them.
+    float below = good_;
+    for (std::int64_t i = threadIdx.x; i < count_; i += kVerifyThreads) {
+      const float key = entry(i).key;
+      if (open(key) && key < bad_) below = raise(below, key);
+    }
+    below = warp_top(below);
+    if (threadIdx.x % 32 == 0) shared_.warp_top[threadIdx.x / 32] = below;
+    __syncthreads();
+    below = top_of_warps(shared_);
+    __syncthreads();
+    return below;
+  }
+
+  VERKV_DEVICE double bound_of(double beta, double variance, double jump) const {
+    return certificate(TailTerms{beta, variance, jump}, shared_.search.denominator,
+                       shared_.search.log_term) *
+           kOutward;
+  }
+
+  // newton_beta over sums(beta, out_weight, out_odds).
+  template <class Sums>
+  VERKV_DEVICE float newton(Sums&& sums) const {
+    float beta = beta_low_;
+    for (int round = 0; round < 100; ++round) {
+      double weight = 0;
+      double odds = 0;
+      sums(beta, weight, odds);
+      const float next = static_cast<float>(weight / (1 + odds));
+      if (next != next) return next;
+      if (!(next > beta)) break;
+      beta = next;
+    }
+    return beta;
+  }
+
+  template <class Add>
+  VERKV_DEVICE void for_lane(std::int64_t block, int lane, Add&& add) const {
+    const std::int64_t end = min(count_, (block + 1) * kBlockTokens);
+    for (std::int64_t i = block * kBlockTokens + lane; i < end; i += kLanes) add(entry(i));
+  }
+
+  VERKV_DEVICE double evaluate(float threshold, float& out_beta) {
+    float unused = 0;
+    const float beta = newton([&](float at, double& weight, double& odds) {
+      double sums[2];
+      lane_sums(
+          shared_, blocks(),
+          [&](std::int64_t block, int lane, float(&sum)[2], float&) {
+            for_lane(block, lane, [&](const Entry& e) {
+              const bool in = e.key <= threshold && e.weight > at * e.odds;
+              sum[0] += in ? e.weight : 0.0f;
+              sum[1] += in ? e.odds : 0.0f;
+            });
+          },
+          sums, unused);
+      weight = sums[0] + shared_.search.in_weight;
+      odds = sums[1] + shared_.search.in_odds;
+    });
+    double variance[1];
+    float jump = 0;
+    lane_sums(
+        shared_, blocks(),
+        [&](std::int64_t block, int lane, float(&sum)[1], float& top) {
+          for_lane(block, lane, [&](const Entry& e) {
+            const bool in = e.key <= threshold;
+            sum[0] += in ? variance_term(e.weight, e.odds, beta) : 0.0f;
+            if (in) top = fmaxf(top, jump_term(e.weight, e.odds, beta));
+          });
+        },
+        variance, jump);
+    const double b = static_cast<double>(beta);
+    const double all = variance[0] + (shared_.search.out_variance + b * b * shared_.search.in_odds);
+    double most = static_cast<double>(jump);
+    if (most < static_cast<double>(shared_.search.out_jump))
+      most = static_cast<double>(shared_.search.out_jump);
+    const double high = b * static_cast<double>(shared_.search.in_largest_odds);
+    if (most < high) most = high;
+    out_beta = beta;
+    return bound_of(b, all, most);
+  }
+
+  // plan_compact.
+  VERKV_DEVICE void compact() {
+    const auto settles_in = [this](const Entry& e) {
+      return e.key <= good_ && e.weight > beta_high_ * e.odds;
+    };
+    const auto settles_out = [this](const Entry& e) {
+      return e.key <= good_ && !(e.weight > beta_high_ * e.odds) && e.weight <= beta_low_ * e.odds;
+    };
+    double sums[3];
+    float largest = 0;
+    lane_sums(
+        shared_, blocks(),
+        [&](std::int64_t block, int lane, float(&sum)[3], float& top) {
+          for_lane(block, lane, [&](const Entry& e) {
+            const bool in = settles_in(e);
+            const bool out = settles_out(e);
+            sum[0] += in ? e.weight : 0.0f;
+            sum[1] += in ? e.odds : 0.0f;
+            sum[2] += out ? e.weight * (e.weight / e.odds) : 0.0f;
+            if (in) top = fmaxf(top, fmaxf(e.odds, 1.0f));
+          });
+        },
+        sums, largest);
+    double unused[1];
+    float jump = 0;
+    lane_sums(
+        shared_, blocks(),
+        [&](std::int64_t block, int lane, float(&)[1], float& top) {
+          for_lane(block, lane, [&](const Entry& e) {
+            if (settles_out(e)) top = fmaxf(top, e.weight / e.odds * fmaxf(e.odds, 1.0f));
+          });
+        },
+        unused, jump);
+    if (threadIdx.x == 0) {  // read again after the barriers below
+      SearchShared& base = shared_.search;
+      base.in_largest_odds = fmaxf(base.in_largest_odds, largest);
+      base.out_jump = fmaxf(base.out_jump, jump);
+      base.in_weight += sums[0];
+      base.in_odds += sums[1];
+      base.out_variance += sums[2];
+    }
+    keep_in_order(
+        count_, [this](std::int64_t i) { return index_[i]; },
+        [&](std::int64_t i) {
+          const Entry e = entry(i);
+          return !(settles_in(e) || settles_out(e) || e.key > bad_);
+        });
+  }
+
+  // Distinct open keys, ascending, in shared_.sorted; all threads get their number.
+  VERKV_DEVICE int sort_open_keys(std::int64_t open_count) {
+    if (open_count > kFew) {  // all equal bad_: there is none between it and good_
+      if (threadIdx.x == 0) shared_.sorted[0] = bad_;
+      __syncthreads();
+      return 1;
+    }
+    if (threadIdx.x == 0) shared_.distinct = 0;
+    __syncthreads();
+    for (std::int64_t i = threadIdx.x; i < count_; i += kVerifyThreads) {
+      const float key = entry(i).key;
+      if (open(key)) shared_.sample[atomicAdd(&shared_.distinct, 1)] = key;
+    }
+    __syncthreads();
+    const int n = shared_.distinct;
+    __syncthreads();
+    if (threadIdx.x == 0) shared_.distinct = 0;
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < n) {
+      const float own = shared_.sample[threadIdx.x];
+      bool first = true;
+      int rank = 0;
+      for (int j = 0; j < n; ++j) {
+        const float other = shared_.sample[j];
+        if (other == own && j < static_cast<int>(threadIdx.x)) first = false;
+        if (!(other < own)) continue;
+        bool repeated = false;
+        for (int k = 0; k < j; ++k) repeated = repeated || shared_.sample[k] == other;
+        rank += !repeated;
+      }
+      if (first) {
+        shared_.sorted[rank] = own;
+        atomicAdd(&shared_.distinct, 1);
+      }
+    }
+    __syncthreads();
+    return shared_.distinct;
+  }
+
+  VERKV_DEVICE FetchThreshold finish(std::int64_t open_count) {
+    const int distinct = sort_open_keys(open_count);
+    // Only where rounding makes two evaluations of one set disagree at the border.
+    if (distinct == 0) return {good_, 0};
+    int low = 0;
+    int tied = distinct - 1;
+    while (low < tied) {
+      const int middle = low + (tied - low) / 2;
+      const float key = shared_.sorted[middle];
+      narrow(key);
+      if (good_ == key) {
+        low = middle + 1;
+      } else {
+        tied = middle;
+      }
+    }
+    FetchThreshold result;
+    result.key = good_;
+    bad_ = shared_.sorted[tied];
+    // Ties are rare, and their sums are in order of the list: one thread.
+    if (threadIdx.x == 0) shared_.ties = split_ties(shared_.left);
+    __syncthreads();
+    const std::int64_t good = shared_.left;
+    if (shared_.ties > 1 && good < shared_.ties) {
+      result.key = bad_;
+      result.ties = good;
+    }
+    return result;
+  }
+
+  // Returns how many entries have the key bad_; out_good: how many of them must go.
+  VERKV_DEVICE std::int64_t split_ties(std::int64_t& out_good) {
+    std::int64_t ties = 0;
+    for (std::int64_t i = 0; i < count_; ++i) {
+      if (entry(i).key != bad_) continue;
+      const std::uint32_t moved = index_[i];
+      index_[i] = index_[ties];
+      index_[ties] = moved;
+      ++ties;
+    }
+    std::int64_t bad = 0;
+    std::int64_t good = ties;
+    while (ties > 1 && good - bad > 1) {
+      const std::int64_t middle = bad + (good - bad) / 2;
+      if (bound_without_ties(middle, ties) <= shared_.search.epsilon) {
+        good = middle;
+      } else {
+        bad = middle;
+      }
+    }
+    out_good = good;
+    return ties;
+  }
+
+  VERKV_DEVICE double bound_without_ties(std::int64_t k, std::int64_t ties) const {
+    const auto kept = [&](std::int64_t i, const Entry& e) { return i < ties || e.key <= good_; };
+    const float solved = newton([&](float beta, double& weight, double& odds) {
+      weight = shared_.search.in_weight;
+      odds = shared_.search.in_odds;
+      for (std::int64_t i = k; i < count_; ++i) {
+        const Entry e = entry(i);
+        if (!kept(i, e) || !(e.weight > beta * e.odds)) continue;
+        weight += static_cast<double>(e.weight);
+        odds += static_cast<double>(e.odds);
+      }
+    });
+    const double beta = static_cast<double>(solved);
+    double variance = shared_.search.out_variance + beta * beta * shared_.search.in_odds;
+    double jump = static_cast<double>(shared_.search.out_jump);
+    const double high = beta * static_cast<double>(shared_.search.in_largest_odds);
+    if (jump < high) jump = high;
+    for (std::int64_t i = k; i < count_; ++i) {
+      const Entry e = entry(i);
+      if (!kept(i, e)) continue;
+      variance += static_cast<double>(variance_term(e.weight, e.odds, solved));
+      const double own = static_cast<double>(jump_term(e.weight, e.odds, solved));
+      if (jump < own) jump = own;
+    }
+    return bound_of(beta, variance, jump);
+  }
+
+  VerifyShared& shared_;
+  const float* weight_;
+  const Positive16* odds_;
+  std::uint32_t* index_;
+  std::int64_t count_ = 0;
+  // Keeping the keys <= good_ certifies (nothing at first), keeping those <= bad_ does not.
+  float good_ = -1;
+  float bad_ = 3.402823466e+38f;
+  float beta_low_ = 0;
+  float beta_high_;
+};
+
+}  // namespace verkv::cuda
+
+#endif  // VERKV_CUDA_VERIFY_SEARCH_CUH

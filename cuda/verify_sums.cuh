@@ -1,0 +1,184 @@
+// Sums of a block of threads over tokens in the fixed order of src/cpu/kernels.hpp: half a warp
+// takes a block of 512 tokens, thread l of it is lane l; block sums are added ascending in double.
+#ifndef VERKV_CUDA_VERIFY_SUMS_CUH
+#define VERKV_CUDA_VERIFY_SUMS_CUH
+
+#include "device_math.cuh"
+#include "step_workspace.hpp"
+
+namespace verkv::cuda {
+
+// More threads would leave each fewer registers than the search for a threshold needs.
+inline constexpr int kVerifyThreads = 512;
+inline constexpr int kVerifyWarps = kVerifyThreads / 32;
+inline constexpr int kHalfWarps = kVerifyThreads / kLanes;
+static_assert(kHalfWarps == 32, "a warp scans what the half warps have");
+// Block sums kept at a time: 2^20 tokens.
+inline constexpr int kSumSlots = 2048;
+inline constexpr int kMostSums = 3;
+
+// What the search for a threshold holds beside its brackets; one thread writes it.
+struct SearchShared {
+  double denominator;
+  double log_term;
+  double epsilon;
+  // Sums over tokens that left the search.
+  double in_weight;
+  double in_odds;
+  double out_variance;
+  float in_largest_odds;
+  float out_jump;
+  float beta_all;
+};
+
+struct VerifyShared {
+  SearchShared search;
+  float sum[kMostSums][kSumSlots];
+  double total[kMostSums];
+  float warp_top[kVerifyWarps];
+  float top;
+  int count[kHalfWarps];
+  unsigned histogram[256];
+  float sample[64];
+  float sorted[64];
+  int distinct;
+  unsigned digit;
+  std::int64_t left;
+  std::int64_t ties;
+  float pivot;
+};
+
+// total + sum[0] + sum[1] + ..., as if added one after the other in double. The whole warp calls
+// and gets it.
+VERKV_DEVICE double add_ascending(double total, const float* sum, int count) {
+  const int lane = threadIdx.x % 32;
+  if (total == 0) {
+    // Where no addition can round, the order does not matter: all sums are multiples of the last
+    // place of the smallest, and their total stays below 2^53 of it.
+    double quick = 0;
+    float smallest = __int_as_float(0x7f800000);
+    for (int i = lane; i < count; i += 32) {
+      const float x = sum[i];
+      quick += static_cast<double>(x);
+      if (x > 0) smallest = fminf(smallest, x);
+    }
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) {
+      quick += __shfl_xor_sync(kWholeWarp, quick, half);
+      smallest = fminf(smallest, __shfl_xor_sync(kWholeWarp, smallest, half));
+    }
+    if (quick >= 0 && quick < static_cast<double>(smallest) * 268435456.0) return quick;
+  }
+  for (int i = 0; i < count; ++i) total += static_cast<double>(sum[i]);
+  return total;
+}
+
+// The largest of shared.warp_top; the whole warp calls.
+VERKV_DEVICE float top_of_warps(const VerifyShared& shared) {
+  const int lane = threadIdx.x % 32;
+  return warp_top(lane < kVerifyWarps ? shared.warp_top[lane] : minus_infinity());
+}
+
+// out[s] = lane sums over `blocks` blocks, out_top = max of what the threads have in their `top`.
+// terms(block, lane, sums, top) adds lane `lane` of a block up, ascending; it is called for half
+// warps, and must not synchronise beyond them. All threads call and get the results.
+template <std::size_t kSums, class Terms>
+VERKV_DEVICE void lane_sums(VerifyShared& shared, std::int64_t blocks, Terms&& terms,
+                            double (&out)[kSums], float& out_top) {
+  const int half = threadIdx.x / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  const unsigned warp = threadIdx.x / 32;
+  double total = 0;
+  float top = 0;
+  // The barrier of the loop, where it does not run: the last call's results have been read.
+  if (blocks == 0) {
+    if (threadIdx.x % 32 == 0) shared.warp_top[warp] = 0;
+    __syncthreads();
+  }
+  for (std::int64_t first = 0; first < blocks; first += kSumSlots) {
+    const int count = static_cast<int>(min(std::int64_t{kSumSlots}, blocks - first));
+    // Both halves of a warp make the same rounds: their folds are one instruction.
+    for (int b = half; b / 2 * 2 < count; b += kHalfWarps) {
+      float sum[kSums] = {};
+      if (b < count) terms(first + b, lane, sum, top);
+#pragma unroll
+      for (std::size_t s = 0; s < kSums; ++s) {
+        const float folded = fold16(sum[s]);
+        if (b < count && lane == 0) shared.sum[s][b] = folded;
+      }
+    }
+    if (first + count >= blocks) {
+      top = warp_top(top);
+      if (threadIdx.x % 32 == 0) shared.warp_top[warp] = top;
+    }
+    __syncthreads();
+    if (warp < kSums) total = add_ascending(total, shared.sum[warp], count);
+    if (first + count < blocks) __syncthreads();
+  }
+  if (warp < kSums && threadIdx.x % 32 == 0) shared.total[warp] = total;
+  if (warp == kSums) {
+    const float x = top_of_warps(shared);
+    if (threadIdx.x % 32 == 0) shared.top = x;
+  }
+  __syncthreads();
+#pragma unroll
+  for (std::size_t s = 0; s < kSums; ++s) out[s] = shared.total[s];
+  out_top = shared.top;
+}
+
+// The number of threads before this one whose flag is set; out_total: of all. All threads call.
+VERKV_DEVICE int rank_in_block(VerifyShared& shared, bool flag, int& out_total) {
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const unsigned bits = __ballot_sync(kWholeWarp, flag);
+  if (lane == 0) shared.count[warp] = __popc(bits);
+  __syncthreads();
+  const int own = lane < kVerifyWarps ? shared.count[lane] : 0;
+  int sum = own;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(kWholeWarp, sum, step);
+    if (lane >= step) sum += before;
+  }
+  out_total = __shfl_sync(kWholeWarp, sum, 31);
+  const int before = __shfl_sync(kWholeWarp, sum - own, warp);
+  __syncthreads();
+  return before + __popc(bits & ((1u << lane) - 1));
+}
+
+// The counts of all half warps before this one; out_total: of all. `count` is that of a thread, and
+// is summed over its half warp first. All threads call.
+VERKV_DEVICE int rank_of_half_warp(VerifyShared& shared, int count, int& out_total) {
+  const int lane = threadIdx.x % 32;
+  const int half = threadIdx.x / kLanes;
+#pragma unroll
+  for (int step = 8; step > 0; step /= 2) count += __shfl_xor_sync(kWholeWarp, count, step);
+  if (threadIdx.x % kLanes == 0) shared.count[half] = count;
+  __syncthreads();
+  const int own = shared.count[lane];
+  int sum = own;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(kWholeWarp, sum, step);
+    if (lane >= step) sum += before;
+  }
+  out_total = __shfl_sync(kWholeWarp, sum, 31);
+  const int before = __shfl_sync(kWholeWarp, sum - own, half);
+  __syncthreads();
+  return before;
+}
+
+// Sum of counts over the block; all threads call and get it.
+VERKV_DEVICE std::int64_t count_in_block(VerifyShared& shared, int count) {
+  const int sum = __reduce_add_sync(kWholeWarp, count);
+  if (threadIdx.x % 32 == 0) shared.count[threadIdx.x / 32] = sum;
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  const int all = __reduce_add_sync(kWholeWarp, lane < kVerifyWarps ? shared.count[lane] : 0);
+  __syncthreads();
+  return all;
+}
+
+}  // namespace verkv::cuda
+
+#endif  // VERKV_CUDA_VERIFY_SUMS_CUH

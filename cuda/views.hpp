@@ -1,0 +1,97 @@
+// What kernels are given: plain structures of device addresses and numbers, no ownership. The
+// backend fills them, kernels read them; their meaning is that of the CPU backend's HeadStore and
+// LayerShape, so that every kernel has a CPU loop to be equal to.
+#ifndef VERKV_CUDA_VIEWS_HPP
+#define VERKV_CUDA_VIEWS_HPP
+
+#include <cstddef>
+#include <cstdint>
+
+#include <verkv/kv_cache_manager.hpp>
+#include <verkv/sketch.hpp>
+#include <verkv/types.hpp>
+
+namespace verkv::cuda {
+
+// One (sequence, layer, KV head). Lives in device memory, in a table [slot][KV head] per layer, so
+// that a captured step sees lengths that changed since.
+// Positions [0, compressed) have sketch and odds; of them the first `drawn` resident slots hold
+// those drawn, in order of position. Positions [compressed, tokens) are the local window, in the
+// resident slots that follow: residents = drawn + tokens - compressed.
+struct HeadView {
+  std::int64_t tokens = 0;
+  std::int64_t compressed = 0;
+  std::int64_t drawn = 0;
+  // Host tier: key and value of a token side by side, rows of row_bytes(layer) bytes. Pinned host
+  // memory, mapped into the device's addresses.
+  const std::byte* host_rows = nullptr;
+  // Fast tier, by resident slot.
+  std::byte* resident_keys = nullptr;
+  std::byte* resident_values = nullptr;
+  std::uint32_t* resident_position = nullptr;
+  // Fast tier, by position; whole groups of 16 are readable.
+  std::uint8_t* codes = nullptr;
+  Positive16* scales = nullptr;
+  BFloat16* offsets = nullptr;  // minmax only
+  Positive16* odds = nullptr;
+  float* channel_means = nullptr;
+  // Scores of the local window, by position - compressed.
+  float* window_square = nullptr;
+  std::uint32_t* window_steps = nullptr;
+
+  VERKV_HD std::int64_t residents() const { return drawn + (tokens - compressed); }
+};
+
+// What is fixed for a layer; goes to kernels by value.
+struct LayerView {
+  int kv_heads = 1;
+  int group = 1;  // query heads per KV head
+  int key_dim = 0;
+  int value_dim = 0;
+  float scale = 1;
+  float soft_cap = 0;  // 0: none
+  DType storage = DType::f16;
+  SketchShape sketch;
+  SketchLevels levels;
+  const float* signs = nullptr;  // of the rotation, 2 * key_dim, device memory
+  FetchMode mode = FetchMode::verified;
+  double epsilon = kOff;
+  double log_term = 0;  // log(2 / delta), computed on the host
+  double risk = kOff;
+  double probability = kOff;
+  float cap = 2;
+  std::int64_t limit_tokens = 0;
+
+  VERKV_HD int query_heads() const { return kv_heads * group; }
+  VERKV_HD std::int64_t row_bytes() const {
+    return static_cast<std::int64_t>(key_dim + value_dim) *
+           static_cast<std::int64_t>(size_bytes(storage));
+  }
+};
+
+// One decode step of a ragged batch on one layer. All addresses are device addresses; strides in
+// elements.
+struct StepView {
+  LayerView layer;
+  const HeadView* heads = nullptr;      // [slot][KV head]
+  const std::int32_t* slots = nullptr;  // [row]; -1 is a padding row
+  int rows = 0;
+  const void* queries = nullptr;  // [row][query head][key_dim]
+  DType query_type = DType::f32;
+  std::int64_t query_row_stride = 0;
+  std::int64_t query_head_stride = 0;
+  float* output = nullptr;                   // [row][query head][value_dim], dense
+  float* lse = nullptr;                      // [row][query head], or null
+  QueryHeadReport* query_reports = nullptr;  // [row][query head]
+  KvHeadReport* kv_reports = nullptr;        // [row][KV head]
+  bool score_window = false;                 // adds this step to the scores of the local window
+  // Upper bounds over the rows: grids and strides of the workspace follow them, so that a captured
+  // step stays valid while the lengths stay below.
+  std::int64_t most_compressed = 0;
+  std::int64_t most_residents = 0;
+  std::byte* workspace = nullptr;  // step_workspace_bytes(...) bytes, 256-byte aligned
+};
+
+}  // namespace verkv::cuda
+
+#endif  // VERKV_CUDA_VIEWS_HPP

@@ -1,0 +1,51 @@
+// A cache whose fast tier is the memory of an NVIDIA GPU and whose host tier is pinned main memory
+// (target verkv::cuda). No CUDA header is needed to include this. Memory, asynchrony, errors:
+// docs/cuda.md.
+//
+//   verkv::CudaOptions options;
+//   options.stream = stream;                        // the engine's cudaStream_t
+//   options.views = verkv::MemorySpace::device;     // keys, queries and outputs lie on the device
+//   auto cache = verkv::make_cuda_cache(config, options);
+#ifndef VERKV_CUDA_CACHE_HPP
+#define VERKV_CUDA_CACHE_HPP
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <verkv/kv_cache_manager.hpp>
+
+namespace verkv {
+
+// Where the memory lies that the caller's views, outputs and importance scores point to.
+enum class MemorySpace : std::uint8_t {
+  host,   // copied to and fro; every call blocks until done
+  device  // read and written in place, in the order of the stream
+};
+
+struct CudaOptions {
+  int device = 0;  // ordinal
+  // A cudaStream_t on which everything is enqueued; it must outlive the cache. Null: the cache
+  // makes one that keeps order with the legacy default stream.
+  void* stream = nullptr;
+  MemorySpace views = MemorySpace::host;
+};
+
+// Number of CUDA devices; 0 where there is no driver. Never throws.
+VERKV_API int cuda_device_count() noexcept;
+
+// Why make_cuda_cache would refuse this configuration; what unsupported_reasons says and what the
+// device does not do: the exact order of fetches and the shortlist. Needs no device.
+VERKV_API std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& config);
+
+// Every decision (samples, certificates, fetch lists) is that of make_cpu_cache with the same
+// configuration, bit for bit; outputs agree to rounding. CacheConfig::threads and vector_code have
+// no meaning here. Throws InvalidArgument with the reasons above or on a device that does not
+// exist, DeviceError if the device refuses.
+VERKV_API std::unique_ptr<KvCacheManager> make_cuda_cache(CacheConfig config,
+                                                          const CudaOptions& options = {});
+
+}  // namespace verkv
+
+#endif  // VERKV_CUDA_CACHE_HPP

@@ -1,0 +1,735 @@
+// make_cuda_cache against make_cpu_cache: the same calls on both. Reports, certificates, lengths,
+// statistics and memory are equal; outputs agree to rounding. Then what only a device has: views in
+// its memory, capture, refused memory, launches of a step.
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <verkv/cuda_cache.hpp>
+#include <verkv/recorded_cache.hpp>
+
+#include "catch.hpp"
+#include "cudart.hpp"
+#include "device_memory.hpp"
+#include "reference/statistics.hpp"
+
+namespace {
+
+using verkv::AttendBatch;
+using verkv::CacheConfig;
+using verkv::CudaOptions;
+using verkv::DeviceError;
+using verkv::DType;
+using verkv::FetchMode;
+using verkv::FetchOrder;
+using verkv::ImportanceView;
+using verkv::InvalidArgument;
+using verkv::kNoSequence;
+using verkv::kOff;
+using verkv::KvCacheManager;
+using verkv::KvHeadReport;
+using verkv::LayerConfig;
+using verkv::LayerStatistics;
+using verkv::MemoryReport;
+using verkv::MemorySpace;
+using verkv::Pool;
+using verkv::QueryHeadReport;
+using verkv::Selection;
+using verkv::SequenceId;
+using verkv::SketchKind;
+using verkv::TensorView;
+using verkv::cuda::DeviceBuffer;
+using verkv::reference::Random;
+namespace device = verkv::cpu_device;
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+// Weighted rows are summed in tiles whose number follows the grid, so outputs differ by roundings
+// of binary32: a few units in the last place of the largest value times the root of the number of
+// rows.
+constexpr double kOutputTolerance = 2e-5;
+// The LSE is a logarithm of such a sum.
+constexpr double kLseTolerance = 2e-5;
+
+LayerConfig layer_config(std::int64_t kv_heads, std::int64_t group, std::int64_t key_dim,
+                         std::int64_t value_dim) {
+  LayerConfig layer;
+  layer.kv_heads = kv_heads;
+  layer.query_heads = kv_heads * group;
+  layer.key_dim = key_dim;
+  layer.value_dim = value_dim;
+  return layer;
+}
+
+CacheConfig small_config() {
+  CacheConfig config;
+  config.layers = {layer_config(2, 1, 64, 64), layer_config(1, 3, 80, 32)};
+  config.keep = 0.2;
+  config.local_tokens = 8;
+  config.chunk_tokens = 16;
+  config.sink_tokens = 2;
+  config.threads = 1;
+  config.seed = 11;
+  return config;
+}
+
+std::vector<float> normal(Random& random, std::int64_t count, double spread = 1) {
+  std::vector<float> result;
+  for (std::int64_t i = 0; i < count; ++i) {
+    result.push_back(static_cast<float>(spread * random.normal()));
+  }
+  return result;
+}
+
+// Both caches under the same calls.
+class Twins {
+ public:
+  explicit Twins(const CacheConfig& given, std::uint64_t seed = 1, const CudaOptions& options = {})
+      : config(given), random(seed), space(options.views) {
+    cpu = verkv::make_cpu_cache(config);
+    cuda = verkv::make_cuda_cache(config, options);
+  }
+
+  SequenceId create() {
+    const SequenceId a = cpu->create_sequence();
+    const SequenceId b = cuda->create_sequence();
+    REQUIRE(a == b);
+    return a;
+  }
+
+  void erase(SequenceId id) {
+    cpu->erase(id);
+    cuda->erase(id);
+  }
+
+  // The same numbers where the device's views are to lie.
+  const float* placed(const std::vector<float>& data) {
+    if (space == MemorySpace::host) return data.data();
+    copies.emplace_back(static_cast<std::int64_t>(data.size()), "views");
+    VERKV_CUDA_CHECK(
+        cudaMemcpy(copies.back().data(), data.data(), 4 * data.size(), cudaMemcpyHostToDevice));
+    return copies.back().data();
+  }
+
+  void append(SequenceId id, std::int64_t tokens) {
+    for (std::size_t i = 0; i < config.layers.size(); ++i) {
+      const LayerConfig& l = config.layers[i];
+      if (!l.cached) continue;
+      const std::vector<float> keys = normal(random, tokens * l.kv_heads * l.key_dim);
+      const std::vector<float> values = normal(random, tokens * l.kv_heads * l.value_dim);
+      const auto call = [&](KvCacheManager& cache, const float* k, const float* v) {
+        cache.append(id, static_cast<std::int64_t>(i),
+                     verkv::token_major(k, DType::f32, tokens, l.kv_heads, l.key_dim),
+                     verkv::head_major(v, DType::f32, tokens, l.kv_heads, l.value_dim));
+      };
+      call(*cpu, keys.data(), values.data());
+      call(*cuda, placed(keys), placed(values));
+    }
+  }
+
+  // Scores of the tokens that are open.
+  std::vector<std::vector<float>> scores(SequenceId id) {
+    std::vector<std::vector<float>> result(config.layers.size());
+    for (std::size_t i = 0; i < result.size(); ++i) {
+      const LayerConfig& l = config.layers[i];
+      if (!l.cached || l.dense) continue;
+      const std::int64_t layer = static_cast<std::int64_t>(i);
+      const std::int64_t open = cpu->tokens(id, layer) - cpu->compressed_tokens(id, layer);
+      for (const float x : normal(random, l.kv_heads * open)) {
+        result[i].push_back(random.below(9) == 0 ? 0.0f : std::exp(2 * x));
+      }
+    }
+    return result;
+  }
+
+  std::vector<ImportanceView> views(const std::vector<std::vector<float>>& data, bool place) {
+    std::vector<ImportanceView> result(data.size());
+    for (std::size_t i = 0; i < data.size(); ++i) {
+      const LayerConfig& l = config.layers[i];
+      if (!l.cached || l.dense) continue;
+      const std::int64_t tokens = static_cast<std::int64_t>(data[i].size()) / l.kv_heads;
+      result[i] = {place ? placed(data[i]) : data[i].data(), l.kv_heads, tokens, tokens};
+    }
+    return result;
+  }
+
+  void compress(SequenceId id) {
+    const std::vector<std::vector<float>> data = scores(id);
+    cpu->compress(id, views(data, false));
+    cuda->compress(id, views(data, true));
+  }
+
+  void redraw(SequenceId id, std::uint64_t draw) {
+    cpu->redraw(id, draw);
+    cuda->redraw(id, draw);
+  }
+
+  // A step of all layers, compared. Without reports the device need not be waited for.
+  void attend(const std::vector<SequenceId>& sequences, double query_size = 1,
+              bool reports = true) {
+    const std::int64_t rows = static_cast<std::int64_t>(sequences.size());
+    for (std::size_t i = 0; i < config.layers.size(); ++i) {
+      const LayerConfig& l = config.layers[i];
+      if (!l.cached) continue;
+      const std::vector<float> queries =
+          normal(random, rows * l.query_heads * l.key_dim, query_size);
+      std::vector<float> output[2], lse[2];
+      std::vector<QueryHeadReport> query[2];
+      std::vector<KvHeadReport> kv[2];
+      for (const int which : {0, 1}) {
+        AttendBatch batch;
+        batch.sequences = sequences;
+        batch.queries = verkv::token_major(which == 1 ? placed(queries) : queries.data(),
+                                           DType::f32, rows, l.query_heads, l.key_dim);
+        output[which].assign(size(rows * l.query_heads * l.value_dim), 9);
+        lse[which].assign(size(rows * l.query_heads), 9);
+        query[which].resize(lse[which].size());
+        kv[which].resize(size(rows * l.kv_heads));
+        batch.output = output[which].data();
+        batch.lse = lse[which].data();
+        if (reports) {
+          batch.query_reports = query[which];
+          batch.kv_reports = kv[which];
+        }
+        if (which == 0) {
+          cpu->attend(static_cast<std::int64_t>(i), batch);
+          continue;
+        }
+        DeviceBuffer<float> output_copy;
+        DeviceBuffer<float> lse_copy;
+        if (space == MemorySpace::device) {
+          output_copy = DeviceBuffer<float>(static_cast<std::int64_t>(output[1].size()), "output");
+          lse_copy = DeviceBuffer<float>(static_cast<std::int64_t>(lse[1].size()), "lse");
+          batch.output = output_copy.data();
+          batch.lse = lse_copy.data();
+        }
+        cuda->attend(static_cast<std::int64_t>(i), batch);
+        if (space == MemorySpace::device) {
+          VERKV_CUDA_CHECK(cudaMemcpy(output[1].data(), output_copy.data(), 4 * output[1].size(),
+                                      cudaMemcpyDeviceToHost));
+          VERKV_CUDA_CHECK(cudaMemcpy(lse[1].data(), lse_copy.data(), 4 * lse[1].size(),
+                                      cudaMemcpyDeviceToHost));
+        }
+      }
+      CAPTURE(i);
+      for (std::size_t k = 0; k < output[0].size(); ++k) {
+        worst_output =
+            std::max(worst_output, static_cast<double>(std::fabs(output[0][k] - output[1][k])));
+        if (!(std::fabs(output[0][k] - output[1][k]) <= kOutputTolerance)) {
+          CAPTURE(k, output[0][k], output[1][k]);
+          FAIL("output");
+        }
+      }
+      for (std::size_t k = 0; k < lse[0].size(); ++k) {
+        if (lse[0][k] == lse[1][k]) continue;  // infinities
+        CAPTURE(k);
+        REQUIRE(std::fabs(lse[0][k] - lse[1][k]) <= kLseTolerance);
+      }
+      for (std::size_t k = 0; k < query[0].size(); ++k) {
+        CAPTURE(k);
+        REQUIRE(query[0][k].epsilon == query[1][k].epsilon);
+        REQUIRE(query[0][k].certified == query[1][k].certified);
+        REQUIRE(query[0][k].planned_tokens == query[1][k].planned_tokens);
+      }
+      for (std::size_t k = 0; k < kv[0].size(); ++k) {
+        CAPTURE(k);
+        REQUIRE(kv[0][k].fetched_tokens == kv[1][k].fetched_tokens);
+        REQUIRE(kv[0][k].moved_tokens == kv[1][k].moved_tokens);
+        REQUIRE(kv[0][k].moved_bytes == kv[1][k].moved_bytes);
+        REQUIRE(kv[0][k].resident_tokens == kv[1][k].resident_tokens);
+        REQUIRE(kv[0][k].limited == kv[1][k].limited);
+        moved += kv[0][k].moved_tokens;
+      }
+    }
+  }
+
+  // Everything that is asked rather than computed.
+  void compare(const std::vector<SequenceId>& sequences) {
+    for (const SequenceId id : sequences) {
+      if (id == kNoSequence) continue;
+      const MemoryReport a = cpu->memory(id);
+      const MemoryReport b = cuda->memory(id);
+      REQUIRE(a.resident_bytes == b.resident_bytes);
+      REQUIRE(a.sketch_bytes == b.sketch_bytes);
+      REQUIRE(a.metadata_bytes == b.metadata_bytes);
+      REQUIRE(a.host_bytes == b.host_bytes);
+      REQUIRE(b.reserved_bytes >= 0);
+    }
+    REQUIRE(cuda->memory().workspace_bytes > 0);
+    for (std::int64_t layer = 0; layer < static_cast<std::int64_t>(config.layers.size()); ++layer) {
+      if (!config.layers[size(layer)].cached) continue;
+      for (const SequenceId id : sequences) {
+        if (id == kNoSequence) continue;
+        REQUIRE(cpu->tokens(id, layer) == cuda->tokens(id, layer));
+        REQUIRE(cpu->compressed_tokens(id, layer) == cuda->compressed_tokens(id, layer));
+      }
+      const LayerStatistics a = cpu->statistics(layer);
+      const LayerStatistics b = cuda->statistics(layer);
+      REQUIRE(a.steps == b.steps);
+      REQUIRE(a.decisions == b.decisions);
+      REQUIRE(a.certified == b.certified);
+      REQUIRE(a.fetching == b.fetching);
+      REQUIRE(a.planned_tokens == b.planned_tokens);
+      REQUIRE(a.fetched_tokens == b.fetched_tokens);
+      REQUIRE(a.moved_tokens == b.moved_tokens);
+      REQUIRE(a.moved_bytes == b.moved_bytes);
+      REQUIRE(a.cached_tokens == b.cached_tokens);
+      REQUIRE(a.resident_tokens == b.resident_tokens);
+    }
+    no_faults();
+  }
+
+  static void no_faults() {
+    const auto& faults = device::current_device().faults();
+    INFO((faults.empty() ? "" : faults.front().what()));
+    REQUIRE(faults.empty());
+  }
+
+  CacheConfig config;
+  Random random;
+  MemorySpace space;
+  std::unique_ptr<KvCacheManager> cpu;
+  std::unique_ptr<KvCacheManager> cuda;
+  std::vector<DeviceBuffer<float>> copies;
+  double worst_output = 0;
+  std::int64_t moved = 0;
+};
+
+// Prompts, chunked prompts, compression, decode that compresses by itself, a batch of sequences of
+// which one goes and one comes, redraw. Most steps of decode only append: an attended step takes a
+// second of the CPU device.
+std::int64_t live(const CacheConfig& config, std::uint64_t seed, const CudaOptions& options = {},
+                  bool reports = true, bool whole = false) {
+  Twins twins(config, seed, options);
+  const SequenceId a = twins.create();
+  SequenceId b = twins.create();
+  if (whole) twins.attend({a, b}, 1, reports);  // nothing in them yet
+  twins.append(a, 120);
+  twins.append(a, 60);
+  twins.append(b, 40);
+  if (whole) twins.attend({a, b}, 1, reports);
+  twins.compare({a, b});
+  twins.compress(a);
+  twins.compare({a, b});
+  for (int step = 0; step < 18; ++step) {
+    twins.append(a, 1);
+    if (step % 3 == 1) twins.append(b, 1);
+    if (step == 1) twins.attend({a}, 2, reports);
+    if (step == 5) twins.compress(b);
+    if (step == 7) twins.attend({b, kNoSequence, a}, 3, reports);
+    if (step == 15 && whole) twins.attend({a, b}, 1, reports);
+    if (step == 17) twins.attend({a}, 2, reports);
+    if (step % 6 == 5) twins.compare({a, b});
+  }
+  twins.erase(b);
+  b = twins.create();
+  twins.append(b, 90);
+  twins.redraw(a, 77);
+  if (whole) twins.attend({b, a}, 2, reports);
+  twins.compress(b);
+  twins.compress(a);
+  twins.compare({a, b});
+  twins.cpu->reset_statistics();
+  twins.cuda->reset_statistics();
+  twins.append(a, 50);  // several chunks at once
+  twins.attend({b, a}, 2, reports);
+  twins.compare({a, b});
+  return twins.moved;
+}
+
+}  // namespace
+
+TEST_CASE("a life of sequences is the same on both backends") {
+  device::reset_device();
+  REQUIRE(live(small_config(), 1, {}, true, true) > 100);
+}
+
+TEST_CASE("configurations") {
+  std::vector<CacheConfig> configs;
+  CacheConfig c = small_config();
+  c.storage = DType::bf16;
+  c.pool = Pool::sequence;
+  c.sketch.bits = 3;
+  c.inclusion_floor = 0.02;
+  c.layers[1].dense = true;
+  configs.push_back(c);
+  c = small_config();
+  c.storage = DType::f32;
+  c.pool = Pool::layer;
+  c.sketch.bits = 4;
+  c.fetch.epsilon = 0.1;
+  c.fetch.risk = kOff;
+  configs.push_back(c);
+  c = small_config();
+  c.select = Selection::topk;
+  c.fetch.mode = FetchMode::never;
+  c.sketch.kind = SketchKind::minmax;
+  c.layers[0].cached = false;
+  configs.push_back(c);
+  c = small_config();
+  c.sketch.kind = SketchKind::exact;
+  c.fetch.limit_tokens = 5;
+  c.chunk_tokens = 0;
+  c.layers[0].global_layer = 6;
+  c.layers[0].first_global_kv_head = 3;
+  configs.push_back(c);
+  c = small_config();
+  c.fetch.mode = FetchMode::always;
+  c.keep = 1;
+  configs.push_back(c);
+  std::uint64_t seed = 10;
+  for (const CacheConfig& config : configs) {
+    CAPTURE(seed);
+    device::reset_device();
+    live(config, seed++);
+  }
+}
+
+// tanh is that of the platform's library, whose last bits differ, so logits and what is decided by
+// them agree only to rounding: the certificate as the LSE does.
+TEST_CASE("a soft cap") {
+  device::reset_device();
+  CacheConfig config = small_config();
+  config.layers.resize(1);
+  config.layers[0].soft_cap = 20;
+  config.fetch.mode = FetchMode::never;
+  const auto cpu = verkv::make_cpu_cache(config);
+  const auto cuda = verkv::make_cuda_cache(config);
+  const LayerConfig& l = config.layers[0];
+  std::vector<QueryHeadReport> reports[2];
+  for (const int which : {0, 1}) {
+    KvCacheManager& cache = which == 0 ? *cpu : *cuda;
+    Random random(4);
+    const SequenceId id = cache.create_sequence();
+    const std::vector<float> keys = normal(random, 100 * l.kv_heads * l.key_dim);
+    const std::vector<float> values = normal(random, 100 * l.kv_heads * l.value_dim);
+    const std::vector<float> queries = normal(random, l.query_heads * l.key_dim, 3);
+    const std::vector<float> scores(size(100 * l.kv_heads), 1);
+    cache.append(id, 0, verkv::token_major(keys.data(), DType::f32, 100, l.kv_heads, l.key_dim),
+                 verkv::token_major(values.data(), DType::f32, 100, l.kv_heads, l.value_dim));
+    const ImportanceView view{scores.data(), l.kv_heads, 100, 100};
+    cache.compress(id, std::span(&view, 1));
+    std::vector<float> output(size(l.query_heads * l.value_dim));
+    reports[which].resize(size(l.query_heads));
+    AttendBatch batch;
+    batch.sequences = std::span(&id, 1);
+    batch.queries = verkv::token_major(queries.data(), DType::f32, 1, l.query_heads, l.key_dim);
+    batch.output = output.data();
+    batch.query_reports = reports[which];
+    cache.attend(0, batch);
+  }
+  for (std::size_t h = 0; h < reports[0].size(); ++h) {
+    REQUIRE(reports[0][h].epsilon > 0);
+    REQUIRE(std::fabs(reports[0][h].epsilon / reports[1][h].epsilon - 1) < kLseTolerance);
+  }
+  Twins::no_faults();
+}
+
+TEST_CASE("views in the device's memory, on the caller's stream, without waiting") {
+  for (const std::uint64_t seed : {std::uint64_t{0}, std::uint64_t{3}}) {
+    CAPTURE(seed);
+    device::DeviceOptions machine;
+    machine.schedule_seed = seed;
+    machine.machine.thread_order = seed;
+    device::reset_device(machine);
+    cudaStream_t stream = nullptr;
+    VERKV_CUDA_CHECK(cudaStreamCreate(&stream));  // keeps order with the copies of the test
+    CudaOptions options;
+    options.views = MemorySpace::device;
+    options.stream = stream;
+    live(small_config(), 5 + seed, options, seed != 0);
+    VERKV_CUDA_CHECK(cudaStreamDestroy(stream));
+  }
+}
+
+TEST_CASE("launches of a step, and capture") {
+  device::reset_device();
+  cudaStream_t stream = nullptr;
+  VERKV_CUDA_CHECK(cudaStreamCreate(&stream));
+  CudaOptions options;
+  options.views = MemorySpace::device;
+  options.stream = stream;
+  CacheConfig config = small_config();
+  config.layers.resize(1);
+  Twins twins(config, 3, options);
+  const SequenceId id = twins.create();
+  twins.append(id, 200);
+  twins.compress(id);
+  twins.attend({id}, 2, false);
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  device::Device& machine = device::current_device();
+
+  const LayerConfig& l = config.layers[0];
+  Random random(9);
+  const std::vector<float> queries = normal(random, l.query_heads * l.key_dim, 2);
+  const float* query_copy = twins.placed(queries);
+  const DeviceBuffer<float> output(l.query_heads * l.value_dim, "output");
+  const std::vector<SequenceId> ids{id};
+  AttendBatch batch;
+  batch.sequences = ids;
+  batch.queries = verkv::token_major(query_copy, DType::f32, 1, l.query_heads, l.key_dim);
+  batch.output = output.data();
+  machine.forget_launches();
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  VERKV_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  twins.cuda->attend(0, batch);
+  VERKV_CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+  VERKV_CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  // Appended after the capture, within the room that is there.
+  twins.append(id, 3);
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  machine.forget_launches();
+  VERKV_CUDA_CHECK(cudaGraphLaunch(exec, stream));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  Twins::no_faults();
+  // Four of the step, one that counts.
+  CHECK(machine.launches().size() <= 5);
+  std::uint64_t instructions = 0;
+  for (const auto& launch : machine.launches()) instructions += launch.counters.instructions;
+  INFO(instructions);
+  CHECK(instructions > 0);
+  std::vector<float> result(size(output.size()));
+  VERKV_CUDA_CHECK(
+      cudaMemcpy(result.data(), output.data(), 4 * result.size(), cudaMemcpyDeviceToHost));
+  std::vector<float> expected(result.size());
+  batch.queries.data = queries.data();
+  batch.output = expected.data();
+  twins.cpu->attend(0, batch);
+  for (std::size_t i = 0; i < result.size(); ++i) {
+    REQUIRE(std::fabs(result[i] - expected[i]) <= kOutputTolerance);
+  }
+  twins.compare({id});
+  VERKV_CUDA_CHECK(cudaGraphExecDestroy(exec));
+  VERKV_CUDA_CHECK(cudaGraphDestroy(graph));
+  twins.cuda.reset();
+  VERKV_CUDA_CHECK(cudaStreamDestroy(stream));
+}
+
+TEST_CASE("bad input changes nothing") {
+  device::reset_device();
+  const CacheConfig config = small_config();
+  Twins twins(config);
+  const SequenceId id = twins.create();
+  twins.append(id, 60);
+  const LayerConfig& l = config.layers[0];
+  std::vector<float> keys(size(2 * l.kv_heads * l.key_dim), 1);
+  const std::vector<float> values(size(2 * l.kv_heads * l.value_dim), 1);
+  const auto append = [&](float bad) {
+    keys[size(l.kv_heads * l.key_dim) + 3] = bad;
+    twins.cuda->append(id, 0, verkv::token_major(keys.data(), DType::f32, 2, l.kv_heads, l.key_dim),
+                       verkv::token_major(values.data(), DType::f32, 2, l.kv_heads, l.value_dim));
+  };
+  REQUIRE_THROWS_AS(append(std::numeric_limits<float>::quiet_NaN()), InvalidArgument);
+  REQUIRE_THROWS_AS(append(std::numeric_limits<float>::infinity()), InvalidArgument);
+  REQUIRE_THROWS_WITH(append(70000),
+                      Catch::Contains("keys of sequence 0, layer 0: token 1, head 0, "
+                                      "coordinate 3 is 70000"));
+  REQUIRE_THROWS_AS(twins.cuda->erase(SequenceId{5}), InvalidArgument);
+  REQUIRE_THROWS_AS(twins.cuda->compress(id, {}), InvalidArgument);
+  twins.attend({id});
+  twins.compress(id);
+  twins.append(id, 2);
+  twins.attend({id});
+  twins.compare({id});
+}
+
+TEST_CASE("bad numbers in the device's memory are reported by a later call") {
+  device::reset_device();
+  CudaOptions options;
+  options.views = MemorySpace::device;
+  const CacheConfig config = small_config();
+  Twins twins(config, 1, options);
+  const SequenceId id = twins.create();
+  twins.append(id, 30);
+  const LayerConfig& l = config.layers[1];
+  std::vector<float> keys(size(l.key_dim), 1);
+  keys[2] = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<float> values(size(l.value_dim), 1);
+  twins.cuda->append(id, 1, verkv::token_major(twins.placed(keys), DType::f32, 1, 1, l.key_dim),
+                     verkv::token_major(twins.placed(values), DType::f32, 1, 1, l.value_dim));
+  REQUIRE_THROWS_AS(twins.cuda->statistics(0), InvalidArgument);
+  REQUIRE_NOTHROW(twins.cuda->statistics(0));
+  // Scores are looked at when compress has copied them.
+  std::vector<std::vector<float>> scores = twins.scores(id);
+  scores[0][7] = -1;
+  scores[1].push_back(1);
+  REQUIRE_THROWS_AS(twins.cuda->compress(id, twins.views(scores, true)), InvalidArgument);
+  scores[0][7] = 1;
+  REQUIRE_NOTHROW(twins.cuda->compress(id, twins.views(scores, true)));
+}
+
+TEST_CASE("what a device does not do is refused before anything is allocated") {
+  device::reset_device();
+  CacheConfig config = small_config();
+  config.fetch.order = FetchOrder::exact;
+  config.fetch.shortlist = 3;
+  REQUIRE(verkv::cuda_unsupported_reasons(config).size() == 2);
+  REQUIRE_THROWS_AS(verkv::make_cuda_cache(config), InvalidArgument);
+  config = small_config();
+  REQUIRE(verkv::cuda_unsupported_reasons(config).empty());
+  CudaOptions options;
+  options.device = 1;
+  REQUIRE_THROWS_AS(verkv::make_cuda_cache(config, options), InvalidArgument);
+  REQUIRE(verkv::cuda_device_count() == 1);
+  REQUIRE(device::current_device().live_allocations() == 0);
+  device::DeviceOptions none;
+  none.devices = 0;
+  device::reset_device(none);
+  REQUIRE(verkv::cuda_device_count() == 0);
+  REQUIRE_THROWS_AS(verkv::make_cuda_cache(config), InvalidArgument);
+}
+
+TEST_CASE("a cache gives back all memory") {
+  device::reset_device();
+  {
+    Twins twins(small_config());
+    const SequenceId id = twins.create();
+    twins.append(id, 80);
+    twins.compress(id);
+    twins.append(id, 40);
+    twins.attend({id});
+    const std::size_t before = device::current_device().live_allocations();
+    const SequenceId other = twins.create();
+    twins.append(other, 30);
+    twins.erase(other);
+    // The buffers of a step of two rows stay; those of the sequence go.
+    REQUIRE(device::current_device().live_allocations() <= before);
+  }
+  REQUIRE(device::current_device().live_allocations() == 0);
+  Twins::no_faults();
+}
+
+// Each allocation and each pinning fails once; the call is repeated until it passes, and the caches
+// stay twins.
+TEST_CASE("refused memory leaves the cache as it was") {
+  for (const device::Call call : {device::Call::malloc, device::Call::host_malloc}) {
+    device::Device& machine = device::reset_device();
+    CacheConfig config = small_config();
+    config.chunk_tokens = 0;
+    Twins twins(config);
+    int failures = 0;
+    const auto insist = [&](const auto& action) {
+      for (int skip = 0;; ++skip) {
+        REQUIRE(skip < 200);
+        machine.fail_call(call, device::Status::out_of_memory, skip);
+        try {
+          action();
+          machine.stop_failing();
+          return;
+        } catch (const DeviceError& error) {
+          REQUIRE(error.out_of_memory());
+          REQUIRE(std::string(error.what()).find("bytes") != std::string::npos);
+          ++failures;
+        }
+      }
+    };
+    SequenceId id;
+    SequenceId twin = twins.cpu->create_sequence();
+    insist([&] { id = twins.cuda->create_sequence(); });
+    REQUIRE(id == twin);
+    for (const std::int64_t tokens : {60, 50}) {
+      for (std::size_t i = 0; i < config.layers.size(); ++i) {
+        const LayerConfig& l = config.layers[i];
+        const std::vector<float> keys = normal(twins.random, tokens * l.kv_heads * l.key_dim);
+        const std::vector<float> values = normal(twins.random, tokens * l.kv_heads * l.value_dim);
+        const auto append = [&](KvCacheManager& cache) {
+          cache.append(
+              id, static_cast<std::int64_t>(i),
+              verkv::token_major(keys.data(), DType::f32, tokens, l.kv_heads, l.key_dim),
+              verkv::token_major(values.data(), DType::f32, tokens, l.kv_heads, l.value_dim));
+        };
+        append(*twins.cpu);
+        insist([&] { append(*twins.cuda); });
+      }
+      const std::vector<std::vector<float>> data = twins.scores(id);
+      const std::vector<ImportanceView> views = twins.views(data, false);
+      twins.cpu->compress(id, views);
+      insist([&] { twins.cuda->compress(id, views); });
+    }
+    twins.cpu->redraw(id, 5);
+    insist([&] { twins.cuda->redraw(id, 5); });
+    twins.attend({id});
+    twins.compare({id});
+    CHECK(failures > (call == device::Call::malloc ? 30 : 2));
+  }
+}
+
+TEST_CASE("a refused launch is an error with its place") {
+  device::Device& machine = device::reset_device();
+  Twins twins(small_config());
+  const SequenceId id = twins.create();
+  machine.fail_call(device::Call::launch, device::Status::launch_failure);
+  REQUIRE_THROWS_WITH(twins.append(id, 1),
+                      Catch::Contains("launch_append") && Catch::Contains("store.cpp:"));
+}
+
+TEST_CASE("a recorded cache") {
+  device::reset_device();
+  const verkv::RecordedCache recorded =
+      verkv::RecordedCache::load(std::string(VERKV_TEST_DATA_DIR) + "/essays-4k-small.safetensors");
+  const verkv::RecordedLayer& layer = recorded.layers().back();
+  constexpr std::int64_t kTokens = 900;
+  REQUIRE(recorded.prompt_tokens() >= kTokens);
+  CacheConfig config;
+  config.layers = {layer_config(layer.kv_heads, layer.query_heads / layer.kv_heads, layer.key_dim,
+                                layer.value_dim)};
+  config.layers[0].scale = recorded.scale();
+  config.threads = 1;
+  config.chunk_tokens = 32;
+  const auto cpu = verkv::make_cpu_cache(config);
+  const auto cuda = verkv::make_cuda_cache(config);
+  std::int64_t fetched = 0;
+  std::vector<std::vector<float>> outputs[2];
+  std::vector<std::vector<QueryHeadReport>> reports[2];
+  for (const int which : {0, 1}) {
+    KvCacheManager& cache = which == 0 ? *cpu : *cuda;
+    const SequenceId id = cache.create_sequence();
+    TensorView key = layer.key;
+    TensorView value = layer.value;
+    key.tokens = kTokens;
+    value.tokens = kTokens;
+    cache.append(id, 0, key, value);
+    ImportanceView importance = layer.importance.at("kvzip_mean");
+    importance.tokens = kTokens;
+    cache.compress(id, std::span(&importance, 1));
+    for (std::int64_t step = 0; step < 2; ++step) {
+      const auto one = [step](const TensorView& view) {
+        TensorView result = view;
+        result.data = view.row(step, 0);
+        result.tokens = 1;
+        return result;
+      };
+      cache.append(id, 0, one(layer.new_key), one(layer.new_value));
+      AttendBatch batch;
+      batch.sequences = std::span(&id, 1);
+      batch.queries = one(layer.query);
+      outputs[which].emplace_back(size(layer.query_heads * layer.value_dim));
+      batch.output = outputs[which].back().data();
+      reports[which].emplace_back(size(layer.query_heads));
+      batch.query_reports = reports[which].back();
+      cache.attend(0, batch);
+    }
+    fetched = cache.statistics(0).fetched_tokens;
+  }
+  REQUIRE(fetched > 0);
+  REQUIRE(cpu->statistics(0).moved_tokens == cuda->statistics(0).moved_tokens);
+  for (std::size_t step = 0; step < outputs[0].size(); ++step) {
+    for (std::size_t h = 0; h < reports[0][step].size(); ++h) {
+      REQUIRE(reports[0][step][h].epsilon == reports[1][step][h].epsilon);
+      REQUIRE(reports[0][step][h].planned_tokens == reports[1][step][h].planned_tokens);
+    }
+    float largest = 1;
+    for (const float x : outputs[0][step]) largest = std::max(largest, std::fabs(x));
+    for (std::size_t i = 0; i < outputs[0][step].size(); ++i) {
+      REQUIRE(std::fabs(outputs[0][step][i] - outputs[1][step][i]) <= kOutputTolerance * largest);
+    }
+  }
+  Twins::no_faults();
+}

@@ -1,0 +1,397 @@
+#include "step_support.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+
+#include <verkv/inclusion.hpp>
+
+namespace verkv::cuda::test {
+namespace {
+
+void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
+template <class T>
+bool same_bits(T a, T b) {
+  return std::memcmp(&a, &b, sizeof a) == 0 || (a != a && b != b);
+}
+
+std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+}  // namespace
+
+Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
+  LayerConfig& c = shape_.config;
+  c.kv_heads = setup.kv_heads;
+  c.query_heads = setup.kv_heads * setup.group;
+  c.key_dim = setup.key_dim;
+  c.value_dim = setup.value_dim;
+  c.soft_cap = setup.soft_cap;
+  shape_.group = setup.group;
+  shape_.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(setup.key_dim)));
+  shape_.storage = setup.storage;
+  const int bits = setup.sketch.kind == SketchKind::exact ? 2 : setup.sketch.bits;
+  shape_.sketch = {setup.sketch.kind, bits, static_cast<int>(setup.key_dim)};
+  shape_.levels = sketch_levels(setup.sketch.kind, bits);
+  shape_.signs.resize(2 * index(setup.key_dim));
+  rotation_signs(5, static_cast<int>(setup.key_dim), shape_.signs);
+  stores_.resize(setup.lengths.size() * index(setup.kv_heads));
+  for (std::size_t slot = 0; slot < setup.lengths.size(); ++slot) {
+    const Setup::Length& length = setup.lengths[slot];
+    fill(static_cast<int>(slot), length.tokens);
+    if (length.compressed == 0) continue;
+    for (std::int64_t h = 0; h < setup.kv_heads; ++h) {
+      std::vector<Positive16> odds(index(length.compressed));
+      std::exponential_distribution<double> share(1 / setup.keep);
+      for (std::size_t i = 0; i < odds.size(); ++i) {
+        const double r = setup.equal_odds ? setup.keep : std::min(0.999, share(random_));
+        odds[i] = i < 4 || r > 0.9 ? kPositive16Infinity : stored_odds(r);
+      }
+      cpu::HeadStore& store = this->store(static_cast<int>(slot), h);
+      store.reserve_compress(shape_, length.compressed);
+      std::vector<float> scratch(index(setup.key_dim));
+      store.compress(shape_, odds, DrawKey{3, slot, 0, static_cast<std::uint32_t>(h)}, scratch);
+    }
+  }
+}
+
+Scene::~Scene() { release(); }
+
+void Scene::fill(int slot, std::int64_t count) {
+  const std::int64_t heads = setup_.kv_heads;
+  std::normal_distribution<double> normal;
+  std::vector<float> key(index(count * heads * setup_.key_dim));
+  std::vector<float> value(index(count * heads * setup_.value_dim));
+  for (float& x : key) x = static_cast<float>(setup_.key_size * normal(random_));
+  for (float& x : value) x = static_cast<float>(normal(random_));
+  if (setup_.equal_keys) {
+    const std::size_t row = index(heads * setup_.key_dim);
+    for (std::size_t i = 4 * row; i < key.size(); ++i)
+      key[i] = key[i / row * 7 % 4 * row + i % row];
+  }
+  const TensorView keys = token_major(key.data(), DType::f32, count, heads, setup_.key_dim);
+  const TensorView values = token_major(value.data(), DType::f32, count, heads, setup_.value_dim);
+  for (std::int64_t h = 0; h < heads; ++h) {
+    store(slot, h).reserve_append(shape_, count);
+    store(slot, h).append(shape_, keys, values, h);
+  }
+}
+
+LayerView Scene::layer_view() const {
+  LayerView view;
+  view.kv_heads = static_cast<int>(setup_.kv_heads);
+  view.group = setup_.group;
+  view.key_dim = static_cast<int>(setup_.key_dim);
+  view.value_dim = static_cast<int>(setup_.value_dim);
+  view.scale = shape_.scale;
+  view.soft_cap = static_cast<float>(setup_.soft_cap);
+  view.storage = setup_.storage;
+  view.sketch = shape_.sketch;
+  view.levels = shape_.levels;
+  view.mode = setup_.fetch.mode;
+  view.epsilon = setup_.fetch.epsilon;
+  view.log_term = log_two_over(setup_.fetch.delta);
+  view.risk = setup_.fetch.risk;
+  view.probability = setup_.fetch.probability;
+  view.cap = static_cast<float>(setup_.fetch.cap);
+  view.limit_tokens = setup_.fetch.limit_tokens;
+  return view;
+}
+
+StepView Scene::step_view() const { return step_; }
+
+void Scene::draw_queries(const std::function<void(std::vector<float>&)>& edit) {
+  std::normal_distribution<double> normal;
+  query_.resize(setup_.slots.size() * index(shape_.config.query_heads * setup_.key_dim));
+  for (float& x : query_) x = static_cast<float>(setup_.query_size * normal(random_));
+  if (edit) edit(query_);
+  const std::size_t element = size_bytes(setup_.query_type);
+  query_stored_.assign(index(query_at(static_cast<std::int64_t>(setup_.slots.size()), 0)) * element,
+                       std::byte{});
+  for (std::size_t i = 0; i < query_.size(); ++i) {
+    const Half half = to_half(query_[i]);
+    const BFloat16 brain = to_bfloat16(query_[i]);
+    const void* from = setup_.query_type == DType::f32   ? static_cast<const void*>(&query_[i])
+                       : setup_.query_type == DType::f16 ? static_cast<const void*>(&half)
+                                                         : static_cast<const void*>(&brain);
+    const std::int64_t head = static_cast<std::int64_t>(i) / setup_.key_dim;
+    const std::int64_t at =
+        query_at(head / shape_.config.query_heads, head % shape_.config.query_heads) +
+        static_cast<std::int64_t>(i) % setup_.key_dim;
+    std::memcpy(query_stored_.data() + index(at) * element, from, element);
+  }
+  if (step_.queries != nullptr) {
+    check(cudaMemcpy(const_cast<void*>(step_.queries), query_stored_.data(), query_stored_.size(),
+                     cudaMemcpyHostToDevice));
+  }
+}
+
+template <class T>
+T* Scene::to_device(const T* data, std::int64_t count, std::int64_t room) {
+  if (std::max(count, room) == 0) return nullptr;
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, index(std::max(count, room)) * sizeof(T)));
+  device_.push_back(memory);
+  if (count > 0 && data != nullptr)
+    check(cudaMemcpy(memory, data, index(count) * sizeof(T), cudaMemcpyHostToDevice));
+  return static_cast<T*>(memory);
+}
+
+void Scene::release() {
+  for (void* memory : device_) (void)cudaFree(memory);
+  for (void* memory : pinned_) (void)cudaFreeHost(memory);
+  device_.clear();
+  pinned_.clear();
+}
+
+void Scene::upload() {
+  const LayerView layer = layer_view();
+  const std::int64_t element = static_cast<std::int64_t>(size_bytes(setup_.storage));
+  heads_.clear();
+  std::int64_t most_compressed = 0;
+  std::int64_t most_residents = 0;
+  for (const cpu::HeadStore& store : stores_) {
+    HeadView view;
+    const std::int64_t room = store.residents() + more_residents_;
+    const std::int64_t padded = cpu::round_up(store.compressed(), kSketchGroup);
+    view.tokens = store.tokens();
+    view.compressed = store.compressed();
+    view.drawn = store.drawn_residents();
+    const std::int64_t host_bytes = store.tokens() * shape_.row_bytes();
+    if (host_bytes + more_residents_ > 0) {
+      void* host = nullptr;
+      check(cudaHostAlloc(&host, index(host_bytes + more_residents_ * shape_.row_bytes()),
+                          cudaHostAllocMapped));
+      pinned_.push_back(host);
+      if (host_bytes > 0) std::memcpy(host, store.host_keys(shape_).data, index(host_bytes));
+      void* mapped = nullptr;
+      check(cudaHostGetDevicePointer(&mapped, host, 0));
+      view.host_rows = static_cast<const std::byte*>(mapped);
+    }
+    const std::int64_t key_bytes = setup_.key_dim * element;
+    const std::int64_t value_bytes = setup_.value_dim * element;
+    view.resident_keys = to_device(static_cast<const std::byte*>(store.resident_keys(shape_).data),
+                                   store.residents() * key_bytes, room * key_bytes);
+    view.resident_values =
+        to_device(static_cast<const std::byte*>(store.resident_values(shape_).data),
+                  store.residents() * value_bytes, room * value_bytes);
+    view.resident_position = to_device(store.resident_positions().data(), store.residents(), room);
+    view.odds = to_device(store.odds(), padded);
+    if (setup_.sketch.kind != SketchKind::exact) {
+      view.codes = to_device(store.codes(), code_storage_bytes(shape_.sketch, store.compressed()));
+      view.scales = to_device(store.scales(), padded);
+      if (store.offsets() != nullptr) view.offsets = to_device(store.offsets(), padded);
+      view.channel_means = to_device(store.channel_means().data(),
+                                     static_cast<std::int64_t>(store.channel_means().size()));
+    }
+    const std::int64_t window = room - store.drawn_residents();
+    const std::vector<float> squares(index(window), 0.0f);
+    const std::vector<std::uint32_t> steps(index(window), 0u);
+    view.window_square = to_device(squares.data(), window);
+    view.window_steps = to_device(steps.data(), window);
+    heads_.push_back(view);
+    most_compressed = std::max(most_compressed, view.compressed);
+    most_residents = std::max(most_residents, room);
+  }
+  step_ = {};
+  step_.layer = layer;
+  step_.layer.signs = to_device(shape_.signs.data(), 2 * setup_.key_dim);
+  device_heads_ = to_device(heads_.data(), static_cast<std::int64_t>(heads_.size()));
+  step_.heads = device_heads_;
+  step_.rows = static_cast<int>(setup_.slots.size());
+  step_.slots = to_device(setup_.slots.data(), step_.rows);
+  step_.queries = to_device(query_stored_.data(), static_cast<std::int64_t>(query_stored_.size()));
+  step_.query_type = setup_.query_type;
+  step_.query_row_stride = query_at(1, 0);
+  step_.query_head_stride = query_at(0, 1);
+  const std::int64_t query_heads = step_.rows * shape_.config.query_heads;
+  outputs_ = query_heads * setup_.value_dim;
+  step_.output = to_device<float>(nullptr, 0, outputs_);
+  step_.lse = to_device<float>(nullptr, 0, query_heads);
+  step_.query_reports = to_device<QueryHeadReport>(nullptr, 0, query_heads);
+  step_.kv_reports = to_device<KvHeadReport>(nullptr, 0, step_.rows * setup_.kv_heads);
+  step_.score_window = setup_.score_window;
+  step_.most_compressed = most_compressed;
+  step_.most_residents = most_residents;
+  step_.workspace = to_device<std::byte>(
+      nullptr, 0, step_workspace_bytes(layer, step_.rows, most_compressed, most_residents));
+}
+
+void Scene::append(int slot, std::int64_t count) {
+  const std::int64_t element = static_cast<std::int64_t>(size_bytes(setup_.storage));
+  fill(slot, count);
+  for (std::int64_t h = 0; h < setup_.kv_heads; ++h) {
+    const cpu::HeadStore& store = this->store(slot, h);
+    HeadView& view = heads_[index(slot * setup_.kv_heads + h)];
+    const std::int64_t before = view.residents();
+    const auto copy = [&](auto* to, const void* from, std::int64_t unit) {
+      check(cudaMemcpy(reinterpret_cast<std::byte*>(to) + before * unit,
+                       static_cast<const std::byte*>(from) + before * unit, index(count * unit),
+                       cudaMemcpyHostToDevice));
+    };
+    copy(view.resident_keys, store.resident_keys(shape_).data, setup_.key_dim * element);
+    copy(view.resident_values, store.resident_values(shape_).data, setup_.value_dim * element);
+    copy(view.resident_position, store.resident_positions().data(), 4);
+    std::memcpy(const_cast<std::byte*>(view.host_rows) + view.tokens * shape_.row_bytes(),
+                static_cast<const std::byte*>(store.host_keys(shape_).data) +
+                    view.tokens * shape_.row_bytes(),
+                index(count * shape_.row_bytes()));
+    view.tokens = store.tokens();
+  }
+  check(cudaMemcpy(device_heads_, heads_.data(), heads_.size() * sizeof(HeadView),
+                   cudaMemcpyHostToDevice));
+}
+
+void Scene::launch(cudaStream_t stream) { check(launch_step(step_, stream)); }
+
+std::string Scene::compare() {
+  check(cudaDeviceSynchronize());
+  std::ostringstream wrong;
+  const std::int64_t query_heads = shape_.config.query_heads;
+  const auto fetch_array = [](const auto* from, std::int64_t count) {
+    std::vector<std::remove_cvref_t<decltype(*from)>> values(index(count));
+    if (count > 0)
+      check(cudaMemcpy(values.data(), from, values.size() * sizeof(values[0]),
+                       cudaMemcpyDeviceToHost));
+    return values;
+  };
+  const auto output = fetch_array(step_.output, outputs_);
+  const auto lse = fetch_array(step_.lse, step_.rows * query_heads);
+  const auto query_reports = fetch_array(step_.query_reports, step_.rows * query_heads);
+  const auto kv_reports = fetch_array(step_.kv_reports, step_.rows * setup_.kv_heads);
+  StepWorkspace ws;
+  lay_out(step_.layer,
+          step_grid(step_.layer, step_.rows, step_.most_compressed, step_.most_residents),
+          step_.rows, step_.most_compressed, step_.most_residents, step_.workspace, ws);
+  totals_ = {};
+
+  cpu::Workspace workspace;
+  for (const cpu::HeadStore& store : stores_)
+    workspace.reserve(shape_, setup_.fetch, store.compressed(), store.residents());
+  std::vector<float> expected(index(setup_.group * setup_.value_dim));
+  std::vector<float> expected_lse(index(setup_.group));
+  std::vector<QueryHeadReport> expected_reports(index(setup_.group));
+  for (std::int64_t row = 0; row < step_.rows; ++row) {
+    for (std::int64_t kv = 0; kv < setup_.kv_heads; ++kv) {
+      const std::int64_t pair = row * setup_.kv_heads + kv;
+      const std::int64_t first = pair * setup_.group;
+      const int slot = setup_.slots[index(row)];
+      KvHeadReport kv_report;
+      std::fill(expected.begin(), expected.end(), 0.0f);
+      std::fill(expected_lse.begin(), expected_lse.end(), -std::numeric_limits<float>::infinity());
+      std::fill(expected_reports.begin(), expected_reports.end(), QueryHeadReport{});
+      const auto say = [&](const char* what, auto got, auto want) {
+        if (wrong.tellp() > 2000) return;
+        wrong.precision(9);
+        wrong << "row " << row << " KV head " << kv << ": " << what << " is " << got << ", not "
+              << want << "\n";
+      };
+      const auto same = [&](auto got, auto want) {
+        return same_bits(got, want) ||
+               (setup_.soft_cap > 0 && std::fabs(static_cast<double>(got - want)) <=
+                                           1e-5 * std::fabs(static_cast<double>(want)));
+      };
+      if (slot >= 0) {
+        cpu::HeadStore& store = this->store(slot, kv);
+        cpu::HeadStep step;
+        step.query = query_stored_.data() +
+                     index(query_at(row, kv * setup_.group)) * size_bytes(setup_.query_type);
+        step.query_type = setup_.query_type;
+        step.query_stride = query_at(0, 1);
+        step.score_window = setup_.score_window;
+        step.output = expected.data();
+        step.lse = expected_lse.data();
+        step.query_reports = expected_reports.data();
+        step.kv_report = &kv_report;
+        cpu::attend_head(cpu::scalar_kernels(), shape_, setup_.fetch, store, workspace, step);
+
+        const auto states = fetch_array(ws.heads + first, setup_.group);
+        for (int h = 0; h < setup_.group; ++h) {
+          const cpu::HeadState& want = workspace.states[index(h)];
+          const HeadState& got = states[index(h)];
+          if (!same(got.shift, want.shift)) say("shift", got.shift, want.shift);
+          if (!same(got.denominator, want.denominator)) say("D", got.denominator, want.denominator);
+          if (store.compressed() > 0 && !same(got.beta, want.beta))
+            say("beta", got.beta, want.beta);
+          if (got.known != 0 && got.bound > setup_.fetch.epsilon) ++totals_.searched;
+        }
+        const auto moved = fetch_array(ws.moved + pair * ws.token_stride, kv_report.moved_tokens);
+        if (kv_reports[index(pair)].moved_tokens == kv_report.moved_tokens &&
+            !std::equal(moved.begin(), moved.end(), workspace.moved.begin()))
+          say("list of moved tokens", "something", "the CPU's");
+        if (store.compressed() > 0) {
+          const std::int64_t words = cpu::round_up(store.compressed(), kBlockTokens) / 32;
+          const auto mask = fetch_array(ws.fetched + pair * ws.mask_stride, words);
+          std::vector<std::uint32_t> fetched;
+          for (std::int64_t i = 0; i < store.compressed(); ++i) {
+            const std::uint32_t word = mask[index(i / kBlockTokens * kLanes + i % kLanes)];
+            if ((word >> (i % kBlockTokens / kLanes) & 1u) != 0)
+              fetched.push_back(static_cast<std::uint32_t>(i));
+          }
+          if (static_cast<std::int64_t>(fetched.size()) != kv_report.fetched_tokens ||
+              !std::equal(fetched.begin(), fetched.end(), workspace.fetched.begin()))
+            say("set of fetched tokens", fetched.size(), kv_report.fetched_tokens);
+        }
+        const std::int64_t window = store.tokens() - store.compressed();
+        const HeadView& view = heads_[index(slot * setup_.kv_heads + kv)];
+        const auto squares = fetch_array(view.window_square, window);
+        const auto steps = fetch_array(view.window_steps, window);
+        for (std::int64_t i = 0; i < window; ++i) {
+          const float got =
+              steps[index(i)] == 0
+                  ? 0.0f
+                  : std::sqrt(squares[index(i)] / static_cast<float>(steps[index(i)]));
+          if (!same(got, store.window_score(i))) {
+            say("window score", got, store.window_score(i));
+            break;
+          }
+        }
+      }
+      const KvHeadReport& kv_got = kv_reports[index(pair)];
+      if (kv_got.fetched_tokens != kv_report.fetched_tokens)
+        say("fetched_tokens", kv_got.fetched_tokens, kv_report.fetched_tokens);
+      if (kv_got.moved_tokens != kv_report.moved_tokens)
+        say("moved_tokens", kv_got.moved_tokens, kv_report.moved_tokens);
+      if (kv_got.moved_bytes != kv_report.moved_bytes)
+        say("moved_bytes", kv_got.moved_bytes, kv_report.moved_bytes);
+      if (kv_got.resident_tokens != kv_report.resident_tokens)
+        say("resident_tokens", kv_got.resident_tokens, kv_report.resident_tokens);
+      if (kv_got.limited != kv_report.limited) say("limited", kv_got.limited, kv_report.limited);
+      totals_.fetched += kv_report.fetched_tokens;
+      totals_.moved += kv_report.moved_tokens;
+      for (int h = 0; h < setup_.group; ++h) {
+        const QueryHeadReport& got = query_reports[index(first + h)];
+        const QueryHeadReport& want = expected_reports[index(h)];
+        if (!same(got.epsilon, want.epsilon)) say("epsilon", got.epsilon, want.epsilon);
+        if (got.certified != want.certified) say("certified", got.certified, want.certified);
+        if (got.planned_tokens != want.planned_tokens)
+          say("planned_tokens", got.planned_tokens, want.planned_tokens);
+        totals_.uncertified += !want.certified;
+        // Values are of size 1, and their weighted sums are in another order.
+        for (std::int64_t d = 0; d < setup_.value_dim; ++d) {
+          const float a = output[index((first + h) * setup_.value_dim + d)];
+          const float b = expected[index(h * setup_.value_dim + d)];
+          const double error = std::fabs(static_cast<double>(a) - static_cast<double>(b));
+          if (error == error) worst_output_ = std::max(worst_output_, error);
+          if (!(error < 1e-5) && !(a != a && b != b)) {
+            say("output", a, b);
+            break;
+          }
+        }
+        const float a = lse[index(first + h)];
+        const float b = expected_lse[index(h)];
+        if (!(std::fabs(a - b) < 1e-5f * std::max(1.0f, std::fabs(b))) && !same_bits(a, b))
+          say("LSE", a, b);
+      }
+    }
+  }
+  return wrong.str();
+}
+
+}  // namespace verkv::cuda::test

@@ -1,0 +1,487 @@
+// LayerStore against the CPU's HeadStore: rows of both tiers, codes, scales, odds, drawn positions
+// and window scores are equal bit for bit after every operation.
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <verkv/inclusion.hpp>
+#include <verkv/sketch.hpp>
+
+#include "catch.hpp"
+#include "cpu/head_store.hpp"
+#include "cudart.hpp"
+#include "mutation.hpp"
+#include "reference/statistics.hpp"
+#include "store.hpp"
+
+namespace {
+
+using verkv::BFloat16;
+using verkv::DrawKey;
+using verkv::DType;
+using verkv::Half;
+using verkv::MemoryReport;
+using verkv::Positive16;
+using verkv::SketchConfig;
+using verkv::SketchKind;
+using verkv::TensorView;
+using verkv::cpu::HeadStore;
+using verkv::cpu::LayerShape;
+using verkv::cuda::AppendStep;
+using verkv::cuda::BadNumber;
+using verkv::cuda::DeviceBuffer;
+using verkv::cuda::HeadView;
+using verkv::cuda::LayerStore;
+using verkv::cuda::LayerView;
+using verkv::reference::Random;
+namespace device = verkv::cpu_device;
+
+// Parts of the kernels' names.
+constexpr const char* kEncode = "encode_kernelILNS_10SketchKindE1";
+constexpr const char* kDraw = "draw_kernel";
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+template <class T>
+std::vector<T> download(const T* from, std::int64_t count) {
+  std::vector<T> result(size(count));
+  if (count > 0) {
+    VERKV_CUDA_CHECK(
+        cudaMemcpy(result.data(), from, result.size() * sizeof(T), cudaMemcpyDeviceToHost));
+  }
+  return result;
+}
+
+template <class T>
+DeviceBuffer<T> upload(const std::vector<T>& values) {
+  DeviceBuffer<T> buffer(static_cast<std::int64_t>(values.size()), "test data");
+  VERKV_CUDA_CHECK(
+      cudaMemcpy(buffer.data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return buffer;
+}
+
+template <class A, class B>
+bool same_bytes(const A* a, const B* b, std::int64_t count) {
+  static_assert(sizeof(A) == sizeof(B));
+  return count == 0 || std::memcmp(a, b, size(count) * sizeof(A)) == 0;
+}
+
+struct Setup {
+  std::int64_t kv_heads = 2;
+  std::int64_t key_dim = 128;
+  std::int64_t value_dim = 128;
+  DType storage = DType::f16;
+  DType given = DType::f32;  // of the appended views
+  SketchConfig sketch;
+  bool head_major = false;
+};
+
+// The same layer on both sides.
+struct Pair {
+  explicit Pair(const Setup& given_setup, std::uint64_t seed) : setup(given_setup), random(seed) {
+    shape.config.kv_heads = setup.kv_heads;
+    shape.config.query_heads = setup.kv_heads;
+    shape.config.key_dim = setup.key_dim;
+    shape.config.value_dim = setup.value_dim;
+    shape.storage = setup.storage;
+    shape.sketch = {setup.sketch.kind, setup.sketch.bits, static_cast<int>(setup.key_dim)};
+    shape.levels = verkv::sketch_levels(setup.sketch.kind, setup.sketch.bits);
+    shape.signs.resize(2 * size(setup.key_dim));
+    verkv::rotation_signs(7, static_cast<int>(setup.key_dim), shape.signs);
+    signs = upload(shape.signs);
+    layer.kv_heads = static_cast<int>(setup.kv_heads);
+    layer.key_dim = static_cast<int>(setup.key_dim);
+    layer.value_dim = static_cast<int>(setup.value_dim);
+    layer.storage = setup.storage;
+    layer.sketch = shape.sketch;
+    layer.levels = shape.levels;
+    layer.signs = signs.data();
+    heads.resize(size(setup.kv_heads));
+    table = DeviceBuffer<HeadView>(setup.kv_heads, "table");
+    bad = upload(std::vector<BadNumber>(1));
+    store = std::make_unique<LayerStore>(layer);
+    store->write_table(table.data(), nullptr);
+  }
+
+  // The tokens in the given type, with gaps between the rows.
+  std::vector<std::byte> block(std::int64_t tokens, std::int64_t dim, TensorView& out_view) {
+    const std::int64_t element = static_cast<std::int64_t>(verkv::size_bytes(setup.given));
+    const std::int64_t row = dim + 3;
+    std::vector<std::byte> data(size(tokens * setup.kv_heads * row * element));
+    for (std::int64_t i = 0; i < tokens * setup.kv_heads * row; ++i) {
+      float x = static_cast<float>(random.normal());
+      if (random.below(50) == 0) x = 0;
+      if (random.below(200) == 0) x *= 1e-6f;
+      if (setup.given == DType::f32) std::memcpy(&data[size(4 * i)], &x, 4);
+      const Half half = verkv::to_half(x);
+      const BFloat16 brain = verkv::to_bfloat16(x);
+      if (setup.given == DType::f16) std::memcpy(&data[size(2 * i)], &half, 2);
+      if (setup.given == DType::bf16) std::memcpy(&data[size(2 * i)], &brain, 2);
+    }
+    out_view = {data.data(), setup.given, tokens, setup.kv_heads, dim, row * setup.kv_heads, row};
+    if (setup.head_major) {
+      out_view.token_stride = row;
+      out_view.head_stride = row * tokens;
+    }
+    return data;
+  }
+
+  void append(std::int64_t tokens, bool counts) {
+    TensorView keys;
+    TensorView values;
+    const std::vector<std::byte> key_data = block(tokens, setup.key_dim, keys);
+    const std::vector<std::byte> value_data = block(tokens, setup.value_dim, values);
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      heads[h].reserve_append(shape, tokens);
+      heads[h].append(shape, keys, values, static_cast<std::int64_t>(h));
+    }
+    const DeviceBuffer<std::byte> key_copy = upload(key_data);
+    const DeviceBuffer<std::byte> value_copy = upload(value_data);
+    AppendStep step;
+    step.keys = keys;
+    step.keys.data = key_copy.data();
+    step.values = values;
+    step.values.data = value_copy.data();
+    step.bad = bad.data();
+    store->reserve_append(tokens, table.data(), nullptr);
+    store->append_rows(step, 0, counts, table.data(), nullptr);
+    store->add_tokens(tokens);
+    if (!counts) store->write_table(table.data(), nullptr);
+    VERKV_CUDA_CHECK(cudaStreamSynchronize(nullptr));
+  }
+
+  void compress(std::int64_t end, const DrawKey& key) {
+    const std::int64_t count = end - store->compressed();
+    std::vector<Positive16> odds;
+    for (std::int64_t i = 0; i < count * setup.kv_heads; ++i) {
+      const std::size_t kind = random.below(10);
+      odds.push_back(verkv::stored_odds(kind == 0 ? 1.0 : kind == 1 ? 0.0 : random.uniform()));
+    }
+    std::vector<float> scratch(size(setup.key_dim));
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      DrawKey own = key;
+      own.kv_head += static_cast<std::uint32_t>(h);
+      heads[h].reserve_compress(shape, end);
+      heads[h].compress(shape,
+                        std::span<const Positive16>(odds).subspan(h * size(count), size(count)),
+                        own, scratch);
+    }
+    LayerStore::Change change = store->compress(odds, key, 10, false, table.data(), nullptr);
+    store->take(std::move(change), table.data(), nullptr);
+  }
+
+  void redraw(const DrawKey& key) {
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      DrawKey own = key;
+      own.kv_head += static_cast<std::uint32_t>(h);
+      heads[h].take(heads[h].redraw(shape, own));
+    }
+    LayerStore::Change change = store->redraw(key, 5, table.data(), nullptr);
+    store->take(std::move(change), table.data(), nullptr);
+  }
+
+  void score_window() {
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      const HeadView view = store->views()[h];
+      const std::int64_t window = view.tokens - view.compressed;
+      std::vector<float> square = download(view.window_square, window);
+      std::vector<std::uint32_t> steps = download(view.window_steps, window);
+      std::vector<float> added;
+      for (std::size_t i = 0; i < square.size(); ++i) {
+        added.push_back(static_cast<float>(random.uniform()));
+        square[i] += added.back();
+        ++steps[i];
+      }
+      if (window == 0) continue;
+      heads[h].add_window_step(added);
+      VERKV_CUDA_CHECK(
+          cudaMemcpy(view.window_square, square.data(), 4 * square.size(), cudaMemcpyHostToDevice));
+      VERKV_CUDA_CHECK(
+          cudaMemcpy(view.window_steps, steps.data(), 4 * steps.size(), cudaMemcpyHostToDevice));
+    }
+  }
+
+  // What differs first; empty if nothing.
+  std::string difference() const {
+    const std::vector<HeadView> entries = download(table.data(), setup.kv_heads);
+    const std::int64_t element = static_cast<std::int64_t>(verkv::size_bytes(setup.storage));
+    std::vector<float> scores;
+    const std::int64_t window = store->tokens() - store->compressed();
+    if (window > 0) scores = store->window_scores(window, nullptr);
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      const HeadStore& head = heads[h];
+      const HeadView& view = entries[h];
+      const std::string where = "head " + std::to_string(h) + ": ";
+      if (std::memcmp(&view, &store->views()[h], sizeof view) != 0) return where + "table";
+      if (view.tokens != head.tokens() || view.compressed != head.compressed()) {
+        return where + "lengths";
+      }
+      if (view.drawn != head.drawn_residents()) return where + "drawn";
+      const auto position = download(view.resident_position, view.residents());
+      if (!std::equal(position.begin(), position.end(), head.resident_positions().begin(),
+                      head.resident_positions().end())) {
+        return where + "positions";
+      }
+      const std::int64_t n = view.residents();
+      const auto keys = download(view.resident_keys, n * setup.key_dim * element);
+      const auto values = download(view.resident_values, n * setup.value_dim * element);
+      const auto* cpu_keys = static_cast<const std::byte*>(head.resident_keys(shape).data);
+      const auto* cpu_values = static_cast<const std::byte*>(head.resident_values(shape).data);
+      if (!same_bytes(keys.data(), cpu_keys, static_cast<std::int64_t>(keys.size()))) {
+        return where + "resident keys";
+      }
+      if (!same_bytes(values.data(), cpu_values, static_cast<std::int64_t>(values.size()))) {
+        return where + "resident values";
+      }
+      // Pinned memory has the same address on both sides of the CPU device.
+      if (!same_bytes(view.host_rows, static_cast<const std::byte*>(head.host_keys(shape).data),
+                      view.tokens * shape.row_bytes())) {
+        return where + "host rows";
+      }
+      const std::int64_t end = view.compressed;
+      if (!same_bytes(download(view.odds, end).data(), head.odds(), end)) return where + "odds";
+      if (setup.sketch.kind != SketchKind::exact && end > 0) {
+        const std::int64_t bytes = verkv::code_storage_bytes(shape.sketch, end);
+        if (!same_bytes(download(view.codes, bytes).data(), head.codes(), bytes)) {
+          return where + "codes";
+        }
+        if (!same_bytes(download(view.scales, end).data(), head.scales(), end)) {
+          return where + "scales";
+        }
+        if (setup.sketch.kind == SketchKind::minmax &&
+            !same_bytes(download(view.offsets, end).data(), head.offsets(), end)) {
+          return where + "offsets";
+        }
+        if (setup.sketch.kind == SketchKind::lloyd_max &&
+            !same_bytes(download(view.channel_means, setup.key_dim).data(),
+                        head.channel_means().data(), setup.key_dim)) {
+          return where + "means";
+        }
+      }
+      for (std::int64_t i = 0; i < window; ++i) {
+        if (scores[h * size(window) + size(i)] != head.window_score(i)) return where + "scores";
+      }
+    }
+    return "";
+  }
+
+  Setup setup;
+  Random random;
+  LayerShape shape;
+  LayerView layer;
+  DeviceBuffer<float> signs;
+  std::vector<HeadStore> heads;
+  DeviceBuffer<HeadView> table;
+  DeviceBuffer<BadNumber> bad;
+  std::unique_ptr<LayerStore> store;
+};
+
+// A life of a sequence's layer, compared after each operation.
+void live(const Setup& setup, std::uint64_t seed) {
+  Pair pair(setup, seed);
+  DrawKey key{7, seed, 3, 5};
+  const auto check = [&](const char* what) {
+    INFO(what);
+    REQUIRE(pair.difference() == "");
+    INFO((device::current_device().faults().empty()
+              ? ""
+              : device::current_device().faults().front().what()));
+    REQUIRE(device::current_device().faults().empty());
+  };
+  Random random(seed);
+  pair.append(37 + static_cast<std::int64_t>(random.below(60)), true);
+  check("first append");
+  pair.append(1, false);
+  check("one token");
+  pair.compress(20 + static_cast<std::int64_t>(random.below(17)), key);
+  check("first compression");
+  pair.score_window();
+  pair.append(3, true);
+  pair.score_window();
+  check("window scores");
+  pair.append(70, true);
+  check("growth");
+  pair.compress(pair.store->compressed() + 1 + static_cast<std::int64_t>(random.below(30)), key);
+  check("second compression");
+  key.sequence += 1;
+  pair.redraw(key);
+  check("redraw");
+  pair.append(2, true);
+  pair.compress(pair.store->tokens(), key);
+  check("everything compressed");
+  pair.append(1, true);
+  check("one more");
+}
+
+std::vector<Setup> setups() {
+  std::vector<Setup> all;
+  Setup s;
+  all.push_back(s);
+  s.sketch.bits = 3;
+  s.storage = DType::bf16;
+  all.push_back(s);
+  s.sketch.bits = 4;
+  s.storage = DType::f32;
+  s.given = DType::f16;
+  all.push_back(s);
+  s = {};
+  s.key_dim = 80;
+  s.value_dim = 112;
+  s.given = DType::bf16;
+  s.head_major = true;
+  all.push_back(s);
+  s.key_dim = 96;
+  s.value_dim = 64;
+  s.sketch.bits = 3;
+  all.push_back(s);
+  s.sketch.kind = SketchKind::minmax;
+  s.sketch.bits = 2;
+  s.storage = DType::bf16;
+  all.push_back(s);
+  s.key_dim = 33;
+  s.value_dim = 7;
+  s.kv_heads = 3;
+  all.push_back(s);
+  s.sketch = {SketchKind::lloyd_max, 3};
+  all.push_back(s);
+  s.sketch = {SketchKind::exact, 2};
+  all.push_back(s);
+  s = {};
+  s.kv_heads = 1;
+  s.key_dim = 256;
+  s.value_dim = 256;
+  all.push_back(s);
+  s.key_dim = 512;
+  s.value_dim = 1;
+  s.sketch.bits = 4;
+  all.push_back(s);
+  s.key_dim = 1;
+  s.value_dim = 512;
+  s.sketch.bits = 2;
+  all.push_back(s);
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("the device's store equals the CPU's") {
+  std::uint64_t seed = 100;
+  for (const Setup& setup : setups()) {
+    CAPTURE(seed, setup.key_dim, setup.value_dim, setup.sketch.bits);
+    device::reset_device();
+    live(setup, seed++);
+  }
+}
+
+TEST_CASE("the device's store does not depend on the order of threads, blocks and queued work") {
+  for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+    CAPTURE(seed);
+    device::DeviceOptions options;
+    options.machine.thread_order = seed;
+    options.machine.block_order = seed;
+    options.schedule_seed = seed;
+    device::reset_device(options);
+    Setup setup;
+    setup.key_dim = 96;
+    setup.sketch.bits = seed % 2 == 0 ? 3 : 2;
+    live(setup, seed);
+  }
+}
+
+TEST_CASE("bad numbers are described") {
+  device::reset_device();
+  Setup setup;
+  setup.key_dim = 16;
+  setup.value_dim = 8;
+  Pair pair(setup, 1);
+  std::vector<float> keys(2 * 2 * 16, 1.0f);
+  std::vector<float> values(2 * 2 * 8, 1.0f);
+  values[2 * 8 + 8 + 5] = 65536.0f;  // token 1, head 1
+  const DeviceBuffer<float> key_copy = upload(keys);
+  const DeviceBuffer<float> value_copy = upload(values);
+  AppendStep step;
+  step.keys = verkv::token_major(key_copy.data(), DType::f32, 2, 2, 16);
+  step.values = verkv::token_major(value_copy.data(), DType::f32, 2, 2, 8);
+  step.bad = pair.bad.data();
+  step.sequence = 9;
+  step.layer_index = 4;
+  pair.store->reserve_append(2, pair.table.data(), nullptr);
+  pair.store->append_rows(step, 0, true, pair.table.data(), nullptr);
+  const BadNumber bad = download(pair.bad.data(), 1)[0];
+  REQUIRE(bad.claimed == 1);
+  REQUIRE(bad.values == 1);
+  REQUIRE(bad.sequence == 9);
+  REQUIRE(bad.layer == 4);
+  REQUIRE(bad.token == 1);
+  REQUIRE(bad.head == 1);
+  REQUIRE(bad.coordinate == 5);
+  REQUIRE(bad.number == 65536.0f);
+}
+
+// Every barrier in the kernels is needed: without it a race is reported.
+TEST_CASE("no barrier can be left out of encoding and draw") {
+  std::ifstream file(std::string(VERKV_TEST_PTX_DIR) + "/compress.ptx");
+  std::stringstream text;
+  text << file.rdbuf();
+  const std::string ptx = text.str();
+  REQUIRE(!ptx.empty());
+  Setup setup;
+  setup.key_dim = 80;
+  setup.value_dim = 16;
+  std::vector<Positive16> odds;
+  for (int i = 0; i < 1100; ++i) odds.push_back(verkv::stored_odds(0.001 * (i % 1000)));
+
+  // Runs both kernels; whether something was noticed.
+  const auto noticed = [&](const std::string& code, bool encodes) {
+    device::Device& machine = device::reset_device();
+    Pair pair(setup, 5);
+    pair.append(64, true);
+    pair.compress(32, {7, 1, 0, 0});
+    REQUIRE(machine.faults().empty());
+    std::vector<HeadView> views(pair.store->views().begin(), pair.store->views().end());
+    const DeviceBuffer<Positive16> odds_copy = upload(odds);
+    if (!encodes) {
+      for (HeadView& view : views) view.odds = odds_copy.data();
+    }
+    const DeviceBuffer<HeadView> table = upload(views);
+    const DeviceBuffer<std::uint32_t> positions(2 * 1100, "positions");
+    const DeviceBuffer<std::int64_t> counts(2, "counts");
+    const auto module = machine.load(code);
+    device::Status status = device::Status::success;
+    if (encodes) {
+      const int stride = 81;
+      const std::size_t shared = 16 * (size(stride) * 4 + size(pair.layer.sketch.code_bytes()));
+      status = machine.launch_with(
+          module->find(kEncode), {{1, 1, 1}, {128, 1, 1}, shared}, device::kLegacyStream,
+          pair.layer, static_cast<const HeadView*>(table.data()), std::int64_t{64}, stride);
+    } else {
+      status = machine.launch_with(
+          module->find(kDraw), {{2, 1, 1}, {512, 1, 1}, 0}, device::kLegacyStream,
+          static_cast<const HeadView*>(table.data()), DrawKey{7, 1, 0, 0}, std::int64_t{0},
+          std::int64_t{1100}, positions.data(), std::int64_t{1100}, counts.data());
+    }
+    REQUIRE((status == device::Status::success || !machine.faults().empty()));
+    return machine.synchronize() != device::Status::success;
+  };
+
+  REQUIRE(!noticed(ptx, true));
+  REQUIRE(!noticed(ptx, false));
+  std::size_t mutants = 0;
+  for (const bool encodes : {true, false}) {
+    for (const device::Mutant& mutant :
+         device::without_one_barrier(ptx, encodes ? kEncode : kDraw, encodes)) {
+      CAPTURE(mutant.what);
+      CHECK(noticed(mutant.ptx, encodes));
+      ++mutants;
+    }
+  }
+  REQUIRE(mutants >= 6);
+}
