@@ -147,6 +147,22 @@ VERKV_DEVICE void rotate_warp(float* x, int dim, const float* signs, int lane) {
   hadamard_warp(x + begin, size, lane);
 }
 
+// Row `row` of a matrix times x, in the order of dot_rows in src/cpu/kernels.hpp; by one thread.
+VERKV_DEVICE float dot_row(const float* row, const float* x, int dim) {
+  float lane[16] = {};
+  for (int begin = 0; begin < dim; begin += 16) {
+#pragma unroll
+    for (int k = 0; k < 16; ++k)
+      if (begin + k < dim) lane[k] = fmaf(row[begin + k], x[begin + k], lane[k]);
+  }
+#pragma unroll
+  for (int half = 8; half > 0; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < half; ++k) lane[k] += lane[k + half];
+  }
+  return lane[0];
+}
+
 // A block takes one group of tokens: all threads load, warps rotate, then one thread a token runs
 // the encoder of sketch.hpp, whose sums are in order, on codes in shared memory.
 // Shared: float [16][row_stride], then the codes of a group.
@@ -156,7 +172,6 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ float shared[];
   constexpr int kGroup = static_cast<int>(kSketchGroup);
   std::uint8_t* codes = reinterpret_cast<std::uint8_t*>(shared + kGroup * row_stride);
-  const int code_bytes = layer.sketch.code_bytes();
   const int dim = layer.key_dim;
   const int thread = static_cast<int>(threadIdx.x);
   const std::int64_t begin = heads[0].compressed;
@@ -165,6 +180,8 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t row_bytes = dim * static_cast<std::int64_t>(size_bytes(layer.storage));
   for (std::int64_t item = blockIdx.x; item < groups * layer.kv_heads; item += gridDim.x) {
     const HeadView& head = heads[item / groups];
+    const SketchShape sketch = sketch_of(layer, head);
+    const int code_bytes = sketch.code_bytes();
     const std::int64_t base = (first_group + item % groups) * kGroup;
     // Only tokens [from, to) of the group are new.
     const int from = static_cast<int>(base < begin ? begin - base : 0);
@@ -174,9 +191,26 @@ __global__ void __launch_bounds__(kThreads)
       float* y = shared + token * row_stride;
       for (int j = thread % 32; j < dim; j += 32) {
         y[j] = load(keys + token * row_bytes, layer.storage, j);
-        if constexpr (kKind == SketchKind::lloyd_max) y[j] -= head.channel_means[j];
+        if constexpr (kKind != SketchKind::minmax) y[j] -= head.channel_means[j];
       }
       if constexpr (kKind == SketchKind::lloyd_max) rotate_warp(y, dim, layer.signs, thread % 32);
+      if constexpr (kKind == SketchKind::calibrated) {
+        __syncwarp();
+        // Held until all have read y, whose place they take.
+        constexpr int kMost = 16;  // rows of a lane, up to 512 coordinates
+        float x[kMost];
+#pragma unroll
+        for (int i = 0; i < kMost; ++i) {
+          const int row = thread % 32 + 32 * i;
+          x[i] = row < sketch.dim
+                     ? dot_row(head.basis_encode + static_cast<std::int64_t>(row) * dim, y, dim)
+                     : 0.0f;
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kMost; ++i)
+          if (thread % 32 + 32 * i < sketch.dim) y[thread % 32 + 32 * i] = x[i];
+      }
     }
     for (int i = thread; i < kGroup * code_bytes; i += kThreads) codes[i] = 0;
     __syncthreads();
@@ -184,10 +218,13 @@ __global__ void __launch_bounds__(kThreads)
       const std::span<const float> y(shared + thread * row_stride, static_cast<std::size_t>(dim));
       SketchScale scale;
       if constexpr (kKind == SketchKind::minmax) {
-        scale = encode_minmax(layer.sketch, y, codes, thread);
+        scale = encode_minmax(sketch, y, codes, thread);
         head.offsets[base + thread] = scale.offset;
+      } else if constexpr (kKind == SketchKind::calibrated) {
+        const std::span<const float> x = y.first(static_cast<std::size_t>(sketch.dim));
+        scale = encode_calibrated(sketch, layer.levels, head.sketch_bands, x, codes, thread);
       } else {
-        scale = encode_lloyd_max(layer.sketch, layer.levels, y, codes, thread);
+        scale = encode_lloyd_max(sketch, layer.levels, y, codes, thread);
       }
       head.scales[base + thread] = scale.scale;
     }
@@ -396,6 +433,9 @@ cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::in
   const unsigned blocks = blocks_for((end / kSketchGroup + 1) * layer.kv_heads);
   if (layer.sketch.kind == SketchKind::minmax) {
     encode_kernel<SketchKind::minmax>
+        <<<blocks, kThreads, shared, stream>>>(layer, heads, end, row_stride);
+  } else if (layer.sketch.kind == SketchKind::calibrated) {
+    encode_kernel<SketchKind::calibrated>
         <<<blocks, kThreads, shared, stream>>>(layer, heads, end, row_stride);
   } else {
     encode_kernel<SketchKind::lloyd_max>

@@ -20,6 +20,7 @@
 #include <verkv/sample.hpp>
 
 #include "backend.hpp"
+#include "cpu/calibration.hpp"
 #include "cuda_error.hpp"
 #include "device_memory.hpp"
 #include "step.hpp"
@@ -239,7 +240,8 @@ class CudaBackend final : public Backend {
     }
   }
 
-  void compress(SequenceId id, std::span<const ImportanceView> importance) override {
+  void compress(SequenceId id, std::span<const ImportanceView> importance,
+                std::span<const TensorView> prompt_queries) override {
     const CurrentDevice current(options_.device);
     check_numbers();
     std::vector<std::vector<float>> copies(importance.size());
@@ -260,7 +262,7 @@ class CudaBackend final : public Backend {
       plans.push_back(std::move(plan));
     }
     solve_pools(plans, config_.pool, true);
-    run_compression(sequence, plans);
+    run_compression(sequence, plans, prompt_queries);
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
       if (!compressible(layer)) continue;
       // Steps of a batch score all windows or none; what came before does not count.
@@ -419,6 +421,8 @@ class CudaBackend final : public Backend {
     // know.
     const int bits = config_.sketch.kind == SketchKind::exact ? 2 : config_.sketch.bits;
     view.sketch = {config_.sketch.kind, bits, view.key_dim};
+    if (config_.sketch.kind == SketchKind::calibrated)
+      view.sketch = largest_calibrated_shape(bits, view.key_dim);
     view.levels = sketch_levels(config_.sketch.kind, bits);
     std::vector<float> signs(2 * size(c.key_dim));
     rotation_signs(config_.seed, view.key_dim, signs);
@@ -702,12 +706,14 @@ class CudaBackend final : public Backend {
   }
 
   // Compresses by solved plans. Running out of memory happens before the first layer has changed.
-  void run_compression(Sequence& sequence, const std::vector<LayerPlan>& plans) {
+  void run_compression(Sequence& sequence, const std::vector<LayerPlan>& plans,
+                       std::span<const TensorView> prompt_queries) {
     std::vector<LayerStore::Change> changes;
     for (const LayerPlan& plan : plans) {
       changes.push_back(sequence.layers[plan.layer]->compress(
-          plan.odds, draw_key(sequence.draw, plan.layer), spare(),
-          !sequence.compressed_before[plan.layer], table(plan.layer, sequence), stream_));
+          plan.odds, calibrate(*sequence.layers[plan.layer], plan, prompt_queries),
+          draw_key(sequence.draw, plan.layer), spare(), !sequence.compressed_before[plan.layer],
+          table(plan.layer, sequence), stream_));
       reserve_lengths(plan.layer, plan.begin + plan.count, changes.back().most_residents);
     }
     for (std::size_t i = 0; i < plans.size(); ++i) {
@@ -715,6 +721,42 @@ class CudaBackend final : public Backend {
       sequence.layers[layer]->take(std::move(changes[i]), table(layer, sequence), stream_);
       tighten_lengths(layer);
     }
+  }
+
+  // One basis for each KV head at the first compression; none where the sketch has none. On the
+  // host, from the rows of the host tier. Waits for the stream.
+  std::vector<SketchBasis> calibrate(const LayerStore& store, const LayerPlan& plan,
+                                     std::span<const TensorView> prompt_queries) {
+    std::vector<SketchBasis> bases;
+    if (config_.sketch.kind != SketchKind::calibrated || plan.begin != 0) return bases;
+    synchronize();
+    const LayerView& view = layers_[plan.layer].view;
+    std::vector<std::byte> copy;
+    TensorView queries = prompt_queries.empty() ? TensorView{} : prompt_queries[plan.layer];
+    if (queries.tokens > 0 && options_.views == MemorySpace::device)
+      queries = host_copy(queries, copy);
+    for (std::int64_t h = 0; h < view.kv_heads; ++h) {
+      const std::span<const Positive16> odds(plan.odds.data() + h * plan.count, size(plan.count));
+      bases.push_back(calibrate_sketch(
+          view.sketch.bits, cpu::StoredTokens(store.host_keys(h), odds, plan.importance[size(h)]),
+          cpu::gather_queries(queries, static_cast<std::int64_t>(plan.layer), h * view.group,
+                              view.group),
+          config_.seed));
+    }
+    return bases;
+  }
+
+  // A dense copy that the host can read, in `copy`. Waits for the stream.
+  TensorView host_copy(const TensorView& view, std::vector<std::byte>& copy) const {
+    const std::size_t row = size(view.dim) * size_bytes(view.type);
+    copy.resize(size(view.tokens * view.heads) * row);
+    std::byte* to = copy.data();
+    for (std::int64_t t = 0; t < view.tokens; ++t) {
+      for (std::int64_t h = 0; h < view.heads; ++h, to += row)
+        copy_out(to, static_cast<const std::byte*>(view.row(t, h)), row);
+    }
+    synchronize();
+    return token_major(copy.data(), view.type, view.tokens, view.heads, view.dim);
   }
 
   // Decode: the oldest chunks of a local window that has outgrown its size, by the attention they
@@ -744,7 +786,7 @@ class CudaBackend final : public Backend {
                         static_cast<std::ptrdiff_t>(h * size(whole[0].count) + size(at)));
       }
     }
-    run_compression(sequence, whole);
+    run_compression(sequence, whole, {});
   }
 
   // ---- Step

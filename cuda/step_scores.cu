@@ -166,6 +166,9 @@ VERKV_DEVICE void dot_rows(DType type, const std::byte* rows, std::int64_t strid
 
 // ---- Sketched logits on the tensor cores --------------------------------------------------------
 
+// Bits of a kernel for the calibrated sketch: 4 in the first coordinates, then 2.
+constexpr int kMixed = 6;
+
 // Two bytes of 2-bit codes (two tokens) to eight nibbles.
 VERKV_DEVICE unsigned spread_pairs(unsigned x) {
   x = (x | (x << 8)) & 0x00ff00ffu;
@@ -223,11 +226,12 @@ VERKV_DEVICE void multiply(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// One step over 32 coordinates, quads c and c + 4 of this thread. kWhole: both are there.
+// One step over 32 coordinates, quads c and c + 4 of this thread. kWhole: both are there. kMixed:
+// the first `fine` quads, a multiple of 4 or all of them, have 4 bits, the others 2.
 template <int kBits, bool kWhole>
-VERKV_DEVICE void dot_step(const unsigned (&level)[4], const std::uint8_t* low,
-                           const std::uint8_t* high, const std::int8_t* column, int c, int quads,
-                           int (&sum)[2][4]) {
+VERKV_DEVICE void dot_step(const unsigned (&level)[4], unsigned coarse, int fine,
+                           const std::uint8_t* low, const std::uint8_t* high,
+                           const std::int8_t* column, int c, int quads, int (&sum)[2][4]) {
   unsigned a[2][4];  // [first or second half of the step][token]
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -240,14 +244,24 @@ VERKV_DEVICE void dot_step(const unsigned (&level)[4], const std::uint8_t* low,
         high_word = *reinterpret_cast<const unsigned*>(high + kSketchGroup * (quad / 2)) >>
                     (4 * (quad % 2));
       }
-      if constexpr (kBits == 4)
+      if (kBits == 4 || (kBits == kMixed && quad < fine))
         high_word = *reinterpret_cast<const unsigned*>(high + kSketchGroup * quad);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       unsigned pair[2];
-      expand_levels<kBits>(level, (low_word >> (16 * j)) & 0xffffu,
-                           (high_word >> (16 * j)) & 0xffffu, pair);
+      const unsigned low_half = (low_word >> (16 * j)) & 0xffffu;
+      const unsigned high_half = (high_word >> (16 * j)) & 0xffffu;
+      if constexpr (kBits == kMixed) {
+        if (quad < fine) {
+          expand_levels<4>(level, low_half, high_half, pair);
+        } else {
+          const unsigned only[4] = {coarse, 0, 0, 0};
+          expand_levels<2>(only, low_half, 0, pair);
+        }
+      } else {
+        expand_levels<kBits>(level, low_half, high_half, pair);
+      }
       a[i][2 * j] = pair[0];
       a[i][2 * j + 1] = pair[1];
     }
@@ -262,22 +276,41 @@ VERKV_DEVICE void dot_step(const unsigned (&level)[4], const std::uint8_t* low,
 // word of a plane of their group, and gets their dots with heads 2t and 2t + 1: out[token][head -
 // 2t].
 template <int kBits>
-VERKV_DEVICE void sketch_dots(const SketchShape& shape, const unsigned (&level)[4],
+VERKV_DEVICE void sketch_dots(const SketchShape& shape, const unsigned (&level)[4], unsigned coarse,
                               const std::uint8_t* group, const std::int8_t* code, int code_stride,
                               int (&out)[4][2]) {
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
   const int quads = shape.low_bytes();
+  const int fine = kBits == kMixed ? shape.high_bytes() : 0;
   const std::uint8_t* low = group + g % 4 * 4;
   const std::uint8_t* high = low + kSketchGroup * quads;
   const std::int8_t* column = code + g * code_stride;
   int sum[2][4] = {};
   // Whole steps have no condition, so that their loads are on their way before the first is used.
   const int whole = quads / 8 * 8;
+  if constexpr (kBits == kMixed) {
+    const unsigned only[4] = {coarse, 0, 0, 0};
+    int c = t;  // c - t is the same in the whole warp, which the products need
 #pragma unroll 4
-  for (int c = t; c < whole; c += 8) dot_step<kBits, true>(level, low, high, column, c, quads, sum);
-  if (whole < quads) dot_step<kBits, false>(level, low, high, column, whole + t, quads, sum);
+    for (; c - t + 8 <= fine && c - t < whole; c += 8)
+      dot_step<4, true>(level, 0, 0, low, high, column, c, quads, sum);
+    // At most one step has both kinds, or is cut short while the first kind lasts.
+    if (c - t < fine) {
+      dot_step<kMixed, false>(level, coarse, fine, low, high, column, c, quads, sum);
+      c += 8;
+    }
+#pragma unroll 4
+    for (; c - t < whole; c += 8) dot_step<2, true>(only, 0, 0, low, high, column, c, quads, sum);
+    if (c - t < quads) dot_step<2, false>(only, 0, 0, low, high, column, c, quads, sum);
+  } else {
+#pragma unroll 4
+    for (int c = t; c < whole; c += 8)
+      dot_step<kBits, true>(level, 0, 0, low, high, column, c, quads, sum);
+    if (whole < quads)
+      dot_step<kBits, false>(level, 0, 0, low, high, column, whole + t, quads, sum);
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     out[2 * i][0] = sum[i][0];
@@ -312,6 +345,7 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
   const int slot = step.slots[row];
   if (slot < 0) return;
   const HeadView head = step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + kv_head];
+  const SketchShape sketch = sketch_of(layer, head);
   const int tid = threadIdx.x;
   const int warp = tid / 32;
   const int lane = tid % 32;
@@ -352,14 +386,26 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
     constants.sum[tid] = 0;
   }
   __syncthreads();
+  if constexpr (kBits == kMixed) {
+    if (head.compressed > 0) {
+      dot_rows(head.basis_query, dim, dim, 0, sketch.dim, query, shared.query_stride, heads,
+               dim % 4 == 0, [&](std::int64_t i, int h, float x) {
+                 rotated[h * shared.query_stride + static_cast<int>(i)] = x;
+               });
+    }
+    __syncthreads();
+  }
   if (kBits != 0 && head.compressed > 0) {
-    const bool centred = layer.sketch.kind == SketchKind::lloyd_max;
+    const bool centred = sketch.kind != SketchKind::minmax;
+    const bool turned = sketch.kind == SketchKind::lloyd_max;
+    const int coordinates = kBits == kMixed ? sketch.dim : dim;
+    const float unit = kBits == kMixed ? head.basis_unit : layer.levels.unit;
     for (int task = warp; task < 2 * heads; task += kWarps) {
       const int h = task % heads;
       if (task < heads) {
         float* x = rotated + h * shared.query_stride;
-        if (centred) rotate_by_warp(x, dim, layer.signs);
-        encode_by_warp(x, dim, layer.levels.unit, code + h * shared.code_stride, h, constants);
+        if (turned) rotate_by_warp(x, dim, layer.signs);
+        encode_by_warp(x, coordinates, unit, code + h * shared.code_stride, h, constants);
       } else if (centred && lane == 0) {
         constants.shift[h] = mean_share(query + h * shared.query_stride, head.channel_means, dim);
       }
@@ -413,7 +459,10 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
                  (layer.levels.byte[4 * i + 2] << 16) |
                  (static_cast<unsigned>(layer.levels.byte[4 * i + 3]) << 24);
     }
-    const bool offsets = layer.sketch.kind == SketchKind::minmax;
+    const unsigned coarse = layer.levels.coarse_byte[0] | (layer.levels.coarse_byte[1] << 8) |
+                            (layer.levels.coarse_byte[2] << 16) |
+                            (static_cast<unsigned>(layer.levels.coarse_byte[3]) << 24);
+    const bool offsets = sketch.kind == SketchKind::minmax;
     for (std::int64_t unit = begin + warp; unit < end; unit += kWarps) {
       const std::int64_t token = unit * kUnitTokens + 4 * g;
       const std::int64_t group = token / kSketchGroup;
@@ -421,9 +470,9 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
       int dot[4][2];
       // A group that is not there is read as the one before it, which is.
       sketch_dots<kBits>(
-          layer.sketch, level,
-          head.codes + (there ? group : group - 1) * (kSketchGroup * layer.sketch.code_bytes()),
-          code, shared.code_stride, dot);
+          sketch, level, coarse,
+          head.codes + (there ? group : group - 1) * (kSketchGroup * sketch.code_bytes()), code,
+          shared.code_stride, dot);
       if (!there) continue;
       const uint2 scale = *reinterpret_cast<const uint2*>(head.scales + token);
       const uint2 odds = *reinterpret_cast<const uint2*>(head.odds + token);
@@ -436,7 +485,7 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
         float logit[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float x = sketch_logit(layer.sketch, dot[j][column], constants.sum[h],
+          const float x = sketch_logit(sketch, dot[j][column], constants.sum[h],
                                        Positive16{static_cast<std::uint16_t>(half_word(scale, j))},
                                        BFloat16{static_cast<std::uint16_t>(half_word(offset, j))},
                                        constants.factor[h], constants.shift[h]);
@@ -476,6 +525,7 @@ cudaError_t launch_scores(const StepArguments& arguments, cudaStream_t stream) {
     return cudaGetLastError();
   };
   if (layer.sketch.kind == SketchKind::exact) return launch(scores_kernel<0>);
+  if (layer.sketch.kind == SketchKind::calibrated) return launch(scores_kernel<kMixed>);
   switch (layer.sketch.bits) {
     case 2:
       return launch(scores_kernel<2>);

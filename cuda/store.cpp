@@ -52,11 +52,24 @@ std::int64_t LayerStore::most_residents() const {
   return most;
 }
 
+std::int64_t LayerStore::code_bytes() const {
+  if (layer_->sketch.kind != SketchKind::calibrated) return layer_->sketch.code_bytes();
+  std::int64_t most = 0;
+  for (const SketchBasis& basis : bases_)
+    most = std::max(most, std::int64_t{basis.shape.code_bytes()});
+  return most;
+}
+
+cpu::Rows LayerStore::host_keys(std::int64_t head) const {
+  return {host_.data() + head * host_capacity_ * layer_->row_bytes(), layer_->storage,
+          layer_->key_dim + layer_->value_dim, layer_->key_dim};
+}
+
 void LayerStore::set_views() {
   for (std::int64_t h = 0; h < heads(); ++h) {
     HeadView& view = views_[size(h)];
     view.host_rows = host_.device() + h * host_capacity_ * layer_->row_bytes();
-    view.codes = codes_.data() + h * sketch_capacity_ * layer_->sketch.code_bytes();
+    view.codes = codes_.data() + h * sketch_capacity_ * code_bytes();
     view.scales = scales_.data() + h * sketch_capacity_;
     view.offsets = offsets_.data() == nullptr ? nullptr : offsets_.data() + h * sketch_capacity_;
     view.odds = odds_.data() + h * sketch_capacity_;
@@ -182,12 +195,12 @@ void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
   if (capacity > sketch_capacity_) {
     const bool coded = sketch.kind != SketchKind::exact;
     DeviceBuffer<Positive16> odds(heads() * capacity, "odds");
-    DeviceBuffer<std::uint8_t> codes(heads() * capacity * sketch.code_bytes(), "codes");
+    DeviceBuffer<std::uint8_t> codes(heads() * capacity * code_bytes(), "codes");
     DeviceBuffer<Positive16> scales(coded ? heads() * capacity : 0, "scales");
     DeviceBuffer<BFloat16> offsets(sketch.kind == SketchKind::minmax ? heads() * capacity : 0,
                                    "offsets");
     DeviceBuffer<float> means;
-    if (sketch.kind == SketchKind::lloyd_max && channel_means_.size() == 0) {
+    if (coded && sketch.kind != SketchKind::minmax && channel_means_.size() == 0) {
       means = DeviceBuffer<float>(heads() * layer_->key_dim, "channel means");
     }
     // A step reads whole groups, so what pads the last one is written too.
@@ -202,9 +215,9 @@ void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
     const std::int64_t used = compressed();
     copy_heads(odds.data(), capacity, odds_.data(), sketch_capacity_, used, heads(), stream);
     if (coded) {
-      const std::int64_t code = sketch.code_bytes();
+      const std::int64_t code = code_bytes();
       copy_heads(codes.data(), capacity * code, codes_.data(), sketch_capacity_ * code,
-                 code_storage_bytes(sketch, used), heads(), stream);
+                 round_up(used, kSketchGroup) * code, heads(), stream);
       copy_heads(scales.data(), capacity, scales_.data(), sketch_capacity_, used, heads(), stream);
     }
     if (offsets.size() > 0) {
@@ -223,7 +236,31 @@ void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
   }
 }
 
-LayerStore::Change LayerStore::compress(std::span<const Positive16> odds, const DrawKey& key,
+// The queries' side of the bases to the device.
+void LayerStore::upload_bases(cudaStream_t stream) {
+  std::vector<Half> query;
+  std::vector<std::int64_t> begin;
+  for (const SketchBasis& basis : bases_) {
+    begin.push_back(static_cast<std::int64_t>(query.size()));
+    query.insert(query.end(), basis.query.begin(), basis.query.end());
+  }
+  DeviceBuffer<Half> buffer(static_cast<std::int64_t>(query.size()), "the bases of the sketch");
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(buffer.data(), query.data(), size(buffer.bytes()),
+                                   cudaMemcpyHostToDevice, stream));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  basis_query_.swap(buffer);
+  for (std::size_t h = 0; h < bases_.size(); ++h) {
+    HeadView& view = views_[h];
+    view.sketch_dim = bases_[h].shape.dim;
+    view.sketch_fine = bases_[h].shape.fine;
+    view.sketch_bands = bases_[h].bands;
+    view.basis_unit = bases_[h].unit;
+    view.basis_query = basis_query_.data() + begin[h];
+  }
+}
+
+LayerStore::Change LayerStore::compress(std::span<const Positive16> odds,
+                                        std::vector<SketchBasis>&& bases, const DrawKey& key,
                                         std::int64_t spare, bool zero_scores, HeadView* table,
                                         cudaStream_t stream) {
   const std::int64_t begin = compressed();
@@ -232,14 +269,37 @@ LayerStore::Change LayerStore::compress(std::span<const Positive16> odds, const 
   DeviceBuffer<std::uint32_t> positions(heads() * count, "a draw");
   DeviceBuffer<std::int64_t> drawn(heads(), "a draw");
   DeviceBuffer<HeadView> next(heads(), "a compression");
+  DeviceBuffer<float> encode;
+  if (layer_->sketch.kind == SketchKind::calibrated) {
+    if (!bases.empty()) {
+      // Codes of other bases, of a compression that failed, have no place here.
+      bases_ = std::move(bases);
+      sketch_capacity_ = 0;
+      upload_bases(stream);
+    }
+    std::vector<float> matrices;
+    std::vector<std::int64_t> at;
+    for (const SketchBasis& basis : bases_) {
+      at.push_back(static_cast<std::int64_t>(matrices.size()));
+      matrices.insert(matrices.end(), basis.encode.begin(), basis.encode.end());
+    }
+    encode = DeviceBuffer<float>(static_cast<std::int64_t>(matrices.size()), "a compression");
+    VERKV_CUDA_CHECK(cudaMemcpyAsync(encode.data(), matrices.data(), size(encode.bytes()),
+                                     cudaMemcpyHostToDevice, stream));
+    VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+    for (std::size_t h = 0; h < bases_.size(); ++h) views_[h].basis_encode = encode.data() + at[h];
+  }
   reserve_sketch(end, stream);
   write_table(table, stream);
+  for (HeadView& view : views_) view.basis_encode = nullptr;
 
   // Beyond `compressed` nothing is looked at, so all of this may be written in place.
   VERKV_CUDA_CHECK(cudaMemcpy2DAsync(odds_.data() + begin, size(sketch_capacity_) * 2, odds.data(),
                                      size(count) * 2, size(count) * 2, size(heads()),
                                      cudaMemcpyHostToDevice, stream));
-  if (layer_->sketch.kind == SketchKind::lloyd_max && begin == 0) {
+  if ((layer_->sketch.kind == SketchKind::lloyd_max ||
+       layer_->sketch.kind == SketchKind::calibrated) &&
+      begin == 0) {
     VERKV_CUDA_CHECK(launch_channel_means(*layer_, table, end, stream));
   }
   if (layer_->sketch.kind != SketchKind::exact) {
@@ -359,18 +419,27 @@ void LayerStore::add_memory(MemoryReport& report) const {
   for (const HeadView& view : views_) residents += view.residents();
   used.resident_bytes = residents * (key_bytes() + value_bytes());
   if (end > 0 && sketch.kind != SketchKind::exact) {
-    used.sketch_bytes = heads() * (code_storage_bytes(sketch, end) +
-                                   padded * (sketch.kind == SketchKind::minmax ? 4 : 2)) +
-                        channel_means_.bytes();
+    std::int64_t codes = heads() * code_storage_bytes(sketch, end);
+    if (sketch.kind == SketchKind::calibrated) {
+      codes = 0;
+      for (const SketchBasis& basis : bases_) {
+        codes += code_storage_bytes(basis.shape, end);
+        used.basis_bytes += static_cast<std::int64_t>(basis.encode.size() * sizeof(float));
+      }
+    }
+    used.sketch_bytes = codes + heads() * padded * (sketch.kind == SketchKind::minmax ? 4 : 2) +
+                        channel_means_.bytes() + basis_query_.bytes();
   }
   used.metadata_bytes = 4 * residents + heads() * (2 * padded + 8 * (tokens() - end));
   const std::int64_t allocated = host_.bytes() + resident_keys_.bytes() + resident_values_.bytes() +
                                  resident_position_.bytes() + window_square_.bytes() +
                                  window_steps_.bytes() + codes_.bytes() + scales_.bytes() +
-                                 offsets_.bytes() + odds_.bytes() + channel_means_.bytes();
+                                 offsets_.bytes() + odds_.bytes() + channel_means_.bytes() +
+                                 basis_query_.bytes();
   report.host_bytes += used.host_bytes;
   report.resident_bytes += used.resident_bytes;
   report.sketch_bytes += used.sketch_bytes;
+  report.basis_bytes += used.basis_bytes;
   report.metadata_bytes += used.metadata_bytes;
   report.reserved_bytes += allocated - used.host_bytes - used.fast_bytes();
 }

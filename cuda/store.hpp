@@ -13,7 +13,9 @@
 #include <verkv/sample.hpp>
 
 #include "compress.hpp"
+#include "cpu/kernels.hpp"
 #include "device_memory.hpp"
+#include "sketch_basis.hpp"
 #include "views.hpp"
 
 namespace verkv::cuda {
@@ -64,10 +66,14 @@ class LayerStore {
 
   // Compresses positions [compressed, compressed + odds.size() / KV heads): odds [KV head][token].
   // `key` names KV head 0. spare: residents that each head should have room for beyond its own.
+  // bases: of a calibrated sketch, [KV head], at the first compression; otherwise empty.
   // zero_scores: the local window starts without scores. Room for the sketch stays reserved if this
   // throws. Waits for the stream.
-  Change compress(std::span<const Positive16> odds, const DrawKey& key, std::int64_t spare,
-                  bool zero_scores, HeadView* table, cudaStream_t stream);
+  Change compress(std::span<const Positive16> odds, std::vector<SketchBasis>&& bases,
+                  const DrawKey& key, std::int64_t spare, bool zero_scores, HeadView* table,
+                  cudaStream_t stream);
+  // Keys of one KV head on the host tier. What the stream still writes is not there yet.
+  cpu::Rows host_keys(std::int64_t head) const;
   // The residents under another draw. Waits for the stream.
   Change redraw(const DrawKey& key, std::int64_t spare, HeadView* table, cudaStream_t stream) const;
   // Puts it in force. Waits for the stream.
@@ -90,6 +96,9 @@ class LayerStore {
   void allocate_residents(Change& change, std::int64_t spare) const;
   void allocate_window(Change& change, std::int64_t capacity) const;
   void set_views();
+  // Bytes of codes of a token that each head has room for.
+  std::int64_t code_bytes() const;
+  void upload_bases(cudaStream_t stream);
 
   const LayerView* layer_;
   std::vector<HeadView> views_;
@@ -108,6 +117,8 @@ class LayerStore {
   DeviceBuffer<BFloat16> offsets_;
   DeviceBuffer<Positive16> odds_;
   DeviceBuffer<float> channel_means_;
+  std::vector<SketchBasis> bases_;  // [KV head], calibrated
+  DeviceBuffer<Half> basis_query_;
 };
 
 }  // namespace verkv::cuda

@@ -35,6 +35,13 @@ struct HeadView {
   BFloat16* offsets = nullptr;  // minmax only
   Positive16* odds = nullptr;
   float* channel_means = nullptr;
+  // calibrated: the form of the head's codes, and its basis (src/sketch_basis.hpp).
+  std::int32_t sketch_dim = 0;
+  std::int32_t sketch_fine = 0;
+  SketchBands sketch_bands;
+  float basis_unit = 1;
+  const float* basis_encode = nullptr;  // [sketch_dim][key_dim]; only while tokens are encoded
+  const Half* basis_query = nullptr;    // [sketch_dim][key_dim]
   // Scores of the local window, by position - compressed.
   float* window_square = nullptr;
   std::uint32_t* window_steps = nullptr;
@@ -51,7 +58,7 @@ struct LayerView {
   float scale = 1;
   float soft_cap = 0;  // 0: none
   DType storage = DType::f16;
-  SketchShape sketch;
+  SketchShape sketch;  // calibrated: the largest; each head has its own
   SketchLevels levels;
   const float* signs = nullptr;  // of the rotation, 2 * key_dim, device memory
   FetchMode mode = FetchMode::verified;
@@ -91,6 +98,12 @@ struct StepView {
   std::int64_t most_residents = 0;
   std::byte* workspace = nullptr;  // step_workspace_bytes(...) bytes, 256-byte aligned
 };
+
+// The form of a head's codes.
+VERKV_HD inline SketchShape sketch_of(const LayerView& layer, const HeadView& head) {
+  if (layer.sketch.kind != SketchKind::calibrated) return layer.sketch;
+  return {SketchKind::calibrated, layer.sketch.bits, head.sketch_dim, head.sketch_fine};
+}
 
 }  // namespace verkv::cuda
 

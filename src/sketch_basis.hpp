@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include <verkv/config.hpp>
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
@@ -23,7 +24,7 @@ struct SketchBasis {
 };
 
 // The most coordinates and code bytes a basis of that many bits can have.
-SketchShape largest_calibrated_shape(int bits, int key_dim);
+VERKV_API SketchShape largest_calibrated_shape(int bits, int key_dim);
 
 // What calibrate_sketch is given of one head.
 struct CalibrationTokens {
@@ -46,8 +47,8 @@ struct CalibrationTokens {
 //   least at `bits` a coordinate in all; a random rotation inside each band.
 // queries: [count][key_dim], row after row, of the group's heads together. In double;
 // deterministic. Allocates.
-SketchBasis calibrate_sketch(int bits, const CalibrationTokens& tokens,
-                             std::span<const float> queries, std::uint64_t seed);
+VERKV_API SketchBasis calibrate_sketch(int bits, const CalibrationTokens& tokens,
+                                       std::span<const float> queries, std::uint64_t seed);
 
 }  // namespace verkv
 

@@ -366,7 +366,8 @@ TEST_CASE("codes are the nearest levels at the best of the trial scales, for key
           return best - 127;
         };
         double best = 0;
-        for (const float t : verkv::kScaleTrial) {
+        for (int trial_scale = 0; trial_scale < verkv::kScaleTrials; ++trial_scale) {
+          const float t = verkv::scale_trial(trial_scale);
           double yz = 0;
           double zz = 0;
           for (int i = 0; i < shape.dim; ++i) {

@@ -311,18 +311,20 @@ struct SketchBands {
 // Scales at which the levels are tried, in units of the token's own root mean square. A token's
 // energy may lie in other directions than the average token's, so the best scale is searched for.
 inline constexpr int kScaleTrials = 16;
-inline constexpr float kScaleTrial[kScaleTrials] = {0.45F,  0.503F, 0.563F, 0.629F, 0.703F, 0.786F,
-                                                    0.879F, 0.983F, 1.099F, 1.228F, 1.373F, 1.535F,
-                                                    1.716F, 1.919F, 2.146F, 2.4F};
+VERKV_HD constexpr float scale_trial(int t) {
+  const float trial[kScaleTrials] = {0.45F,  0.503F, 0.563F, 0.629F, 0.703F, 0.786F, 0.879F, 0.983F,
+                                     1.099F, 1.228F, 1.373F, 1.535F, 1.716F, 1.919F, 2.146F, 2.4F};
+  return trial[t];
+}
 
 // Quantises x, the key's stored coordinates over the root mean square of their band, and packs them
 // as `token`. Of the trial scales the one whose levels z leave the smallest error after a
 // least-squares fit is taken; the stored scale is |y| / |z|, as for lloyd_max. Sums of one trial
 // run in order of the coordinates in binary32 (those of squared levels are integers), so trials may
 // run side by side. A zero key gets scale 0, one that is not a number NaN.
-inline SketchScale encode_calibrated(const SketchShape& shape, const SketchLevels& levels,
-                                     const SketchBands& bands, std::span<const float> x,
-                                     std::uint8_t* codes, std::int64_t token) {
+VERKV_HD inline SketchScale encode_calibrated(const SketchShape& shape, const SketchLevels& levels,
+                                              const SketchBands& bands, std::span<const float> x,
+                                              std::uint8_t* codes, std::int64_t token) {
   const int dim = shape.dim;
   const int fine = shape.fine;
   float fine_energy = 0;
@@ -336,7 +338,7 @@ inline SketchScale encode_calibrated(const SketchShape& shape, const SketchLevel
                     static_cast<double>(bands.coarse_square) * static_cast<double>(coarse_energy);
 
   float inverse[kScaleTrials];
-  for (int t = 0; t < kScaleTrials; ++t) inverse[t] = rms > 0 ? 1 / (rms * kScaleTrial[t]) : 0.0f;
+  for (int t = 0; t < kScaleTrials; ++t) inverse[t] = rms > 0 ? 1 / (rms * scale_trial(t)) : 0.0f;
   // Level byte less its bias as a sum over the thresholds below the coordinate: no table look-up.
   struct Sums {
     float product[kScaleTrials] = {};

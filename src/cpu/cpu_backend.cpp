@@ -15,6 +15,7 @@
 
 #include "backend.hpp"
 #include "cpu/attend_head.hpp"
+#include "cpu/calibration.hpp"
 #include "cpu/head_store.hpp"
 #include "cpu/kernels.hpp"
 #include "thread_pool.hpp"
@@ -343,9 +344,12 @@ class CpuBackend final : public Backend {
       const HeadPlan& plan = plans[i];
       if (plan.begin != 0) return;
       try {
-        const std::vector<float> queries = prompt_queries.empty()
-                                               ? std::vector<float>()
-                                               : gather_queries(prompt_queries[plan.layer], plan);
+        const std::vector<float> queries =
+            prompt_queries.empty()
+                ? std::vector<float>()
+                : gather_queries(prompt_queries[plan.layer], static_cast<std::int64_t>(plan.layer),
+                                 static_cast<std::int64_t>(plan.head) * shapes_[plan.layer].group,
+                                 shapes_[plan.layer].group);
         bases[i] = sequence.layers[plan.layer][plan.head].calibrate(
             shapes_[plan.layer], plan.odds, plan.importance, queries, config_.seed);
       } catch (...) {
@@ -357,29 +361,6 @@ class CpuBackend final : public Backend {
       if (failure) std::rethrow_exception(failure);
     }
     return bases;
-  }
-
-  // The queries of the heads that belong to the plan's KV head, [position and head][key_dim].
-  std::vector<float> gather_queries(const TensorView& view, const HeadPlan& plan) const {
-    const LayerShape& shape = shapes_[plan.layer];
-    std::vector<float> result;
-    for (std::int64_t t = 0; t < view.tokens; ++t) {
-      for (int g = 0; g < shape.group; ++g) {
-        const std::int64_t head = static_cast<std::int64_t>(plan.head) * shape.group + g;
-        const Rows row{view.row(t, head), view.type, 0, static_cast<int>(shape.config.key_dim)};
-        for (std::int64_t j = 0; j < shape.config.key_dim; ++j) {
-          const float x = load_element(row, 0, j);
-          if (!std::isfinite(x)) {
-            throw InvalidArgument(
-                fmt::format("prompt query of layer {}, position {}, head {}, coordinate {} is {}; "
-                            "it must be finite",
-                            plan.layer, t, head, j, x));
-          }
-          result.push_back(x);
-        }
-      }
-    }
-    return result;
   }
 
   void solve_pool(const Sequence& sequence, std::span<HeadPlan> plans, bool pays_window) const {

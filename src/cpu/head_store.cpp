@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/calibration.hpp"
+
 namespace verkv::cpu {
 namespace {
 
@@ -61,42 +63,6 @@ void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DT
 }
 
 std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-// The mean of each channel over the first `count` rows.
-void channel_means_of(const Rows& keys, std::int64_t count, std::span<float> out_mean) {
-  for (std::size_t j = 0; j < out_mean.size(); ++j) {
-    double sum = 0;
-    for (std::int64_t i = 0; i < count; ++i) {
-      sum += static_cast<double>(load_element(keys, i, static_cast<std::int64_t>(j)));
-    }
-    out_mean[j] = static_cast<float>(sum / static_cast<double>(count));
-  }
-}
-
-class HeadTokens final : public CalibrationTokens {
- public:
-  HeadTokens(const Rows& keys, std::span<const Positive16> odds, const float* importance)
-      : keys_(keys), odds_(odds), importance_(importance) {
-    key_dim = keys.dim;
-    count = static_cast<std::int64_t>(odds.size());
-    mean_.resize(static_cast<std::size_t>(key_dim));
-    channel_means_of(keys, count, mean_);
-  }
-  void centred_key(std::int64_t token, std::span<float> out_key) const override {
-    for (std::size_t j = 0; j < out_key.size(); ++j)
-      out_key[j] = load_element(keys_, token, static_cast<std::int64_t>(j)) - mean_[j];
-  }
-  double weight(std::int64_t token) const override {
-    const bool low = odds_[static_cast<std::size_t>(token)].bits < kPositive16Infinity.bits;
-    return low && importance_ != nullptr ? static_cast<double>(importance_[token]) : 0.0;
-  }
-
- private:
-  const Rows& keys_;
-  std::span<const Positive16> odds_;
-  const float* importance_;
-  std::vector<float> mean_;
-};
 
 }  // namespace
 
@@ -180,7 +146,7 @@ SketchBasis HeadStore::calibrate(const LayerShape& shape, std::span<const Positi
                                  const float* importance, std::span<const float> queries,
                                  std::uint64_t seed) const {
   const Rows keys = host_keys(shape);
-  return calibrate_sketch(shape.sketch.bits, HeadTokens(keys, odds, importance), queries, seed);
+  return calibrate_sketch(shape.sketch.bits, StoredTokens(keys, odds, importance), queries, seed);
 }
 
 void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int64_t position,

@@ -161,8 +161,22 @@ class Twins {
 
   void compress(SequenceId id) {
     const std::vector<std::vector<float>> data = scores(id);
-    cpu->compress(id, views(data, false));
-    cuda->compress(id, views(data, true));
+    // Of every second compression: queries of a few positions.
+    std::vector<TensorView> own;
+    std::vector<TensorView> device;
+    std::vector<std::vector<float>> queries(config.layers.size());
+    const bool calibrated = random.below(2) == 0;
+    for (std::size_t i = 0; calibrated && i < queries.size(); ++i) {
+      const LayerConfig& l = config.layers[i];
+      queries[i] = normal(random, 3 * l.query_heads * l.key_dim);
+      const auto view = [&](const float* x) {
+        return verkv::token_major(x, DType::f32, 3, l.query_heads, l.key_dim);
+      };
+      own.push_back(view(queries[i].data()));
+      device.push_back(view(placed(queries[i])));
+    }
+    cpu->compress(id, views(data, false), own);
+    cuda->compress(id, views(data, true), device);
   }
 
   void redraw(SequenceId id, std::uint64_t draw) {
@@ -355,7 +369,7 @@ TEST_CASE("configurations") {
   CacheConfig c = small_config();
   c.storage = DType::bf16;
   c.pool = Pool::sequence;
-  c.sketch.bits = 3;
+  c.sketch = {SketchKind::lloyd_max, 3};
   c.inclusion_floor = 0.02;
   c.layers[1].dense = true;
   configs.push_back(c);

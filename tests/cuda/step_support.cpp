@@ -38,6 +38,8 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
   shape_.storage = setup.storage;
   const int bits = setup.sketch.kind == SketchKind::exact ? 2 : setup.sketch.bits;
   shape_.sketch = {setup.sketch.kind, bits, static_cast<int>(setup.key_dim)};
+  if (setup.sketch.kind == SketchKind::calibrated)
+    shape_.sketch = largest_calibrated_shape(bits, static_cast<int>(setup.key_dim));
   shape_.levels = sketch_levels(setup.sketch.kind, bits);
   shape_.signs.resize(2 * index(setup.key_dim));
   rotation_signs(5, static_cast<int>(setup.key_dim), shape_.signs);
@@ -54,9 +56,16 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
         odds[i] = i < 4 || r > 0.9 ? kPositive16Infinity : stored_odds(r);
       }
       cpu::HeadStore& store = this->store(static_cast<int>(slot), h);
+      if (setup.sketch.kind == SketchKind::calibrated) {
+        std::normal_distribution<double> normal;
+        std::vector<float> queries(index(6 * setup.key_dim));
+        for (float& x : queries) x = static_cast<float>(normal(random_));
+        store.take(store.calibrate(shape_, odds, nullptr, queries, 5));
+      }
       store.reserve_compress(shape_, length.compressed);
-      std::vector<float> scratch(index(setup.key_dim));
-      store.compress(shape_, odds, DrawKey{3, slot, 0, static_cast<std::uint32_t>(h)}, scratch);
+      std::vector<float> scratch(2 * index(setup.key_dim) + 32);
+      store.compress(shape_, cpu::scalar_kernels(), odds,
+                     DrawKey{3, slot, 0, static_cast<std::uint32_t>(h)}, scratch);
     }
   }
 }
@@ -184,11 +193,18 @@ void Scene::upload() {
     view.resident_position = to_device(store.resident_positions().data(), store.residents(), room);
     view.odds = to_device(store.odds(), padded);
     if (setup_.sketch.kind != SketchKind::exact) {
-      view.codes = to_device(store.codes(), code_storage_bytes(shape_.sketch, store.compressed()));
+      view.codes =
+          to_device(store.codes(), code_storage_bytes(store.sketch(shape_), store.compressed()));
       view.scales = to_device(store.scales(), padded);
       if (store.offsets() != nullptr) view.offsets = to_device(store.offsets(), padded);
       view.channel_means = to_device(store.channel_means().data(),
                                      static_cast<std::int64_t>(store.channel_means().size()));
+      const SketchBasis& basis = store.basis();
+      view.sketch_dim = basis.shape.dim;
+      view.sketch_fine = basis.shape.fine;
+      view.basis_unit = basis.unit;
+      view.basis_query =
+          to_device(basis.query.data(), static_cast<std::int64_t>(basis.query.size()));
     }
     const std::int64_t window = room - store.drawn_residents();
     const std::vector<float> squares(index(window), 0.0f);

@@ -116,12 +116,13 @@ TEST_CASE("Storage types, head sizes and sketches") {
   struct Dims {
     std::int64_t key, value;
   };
-  for (const Dims dims :
-       {Dims{64, 64}, Dims{80, 80}, Dims{96, 128}, Dims{112, 112}, Dims{256, 72}, Dims{30, 7}}) {
+  for (const Dims dims : {Dims{64, 64}, Dims{80, 80}, Dims{96, 128}, Dims{112, 112}, Dims{100, 64},
+                          Dims{256, 72}, Dims{30, 7}}) {
     for (const SketchConfig sketch :
          {SketchConfig{SketchKind::lloyd_max, 2}, SketchConfig{SketchKind::lloyd_max, 3},
           SketchConfig{SketchKind::lloyd_max, 4}, SketchConfig{SketchKind::minmax, 2},
-          SketchConfig{SketchKind::exact, 2}}) {
+          SketchConfig{SketchKind::calibrated, 2}, SketchConfig{SketchKind::calibrated, 3},
+          SketchConfig{SketchKind::calibrated, 4}, SketchConfig{SketchKind::exact, 2}}) {
       Setup setup = small(++seed);
       setup.key_dim = dims.key;
       setup.value_dim = dims.value;

@@ -80,7 +80,8 @@ struct Setup {
   std::int64_t value_dim = 128;
   DType storage = DType::f16;
   DType given = DType::f32;  // of the appended views
-  SketchConfig sketch;
+  SketchConfig sketch{SketchKind::lloyd_max, 2};
+  bool uneven = false;  // channels of very different size
   bool head_major = false;
 };
 
@@ -93,6 +94,9 @@ struct Pair {
     shape.config.value_dim = setup.value_dim;
     shape.storage = setup.storage;
     shape.sketch = {setup.sketch.kind, setup.sketch.bits, static_cast<int>(setup.key_dim)};
+    if (setup.sketch.kind == SketchKind::calibrated)
+      shape.sketch =
+          verkv::largest_calibrated_shape(setup.sketch.bits, static_cast<int>(setup.key_dim));
     shape.levels = verkv::sketch_levels(setup.sketch.kind, setup.sketch.bits);
     shape.signs.resize(2 * size(setup.key_dim));
     verkv::rotation_signs(7, static_cast<int>(setup.key_dim), shape.signs);
@@ -118,6 +122,7 @@ struct Pair {
     std::vector<std::byte> data(size(tokens * setup.kv_heads * row * element));
     for (std::int64_t i = 0; i < tokens * setup.kv_heads * row; ++i) {
       float x = static_cast<float>(random.normal());
+      if (setup.uneven) x *= std::exp2(-static_cast<float>(i % row % 16));
       if (random.below(50) == 0) x = 0;
       if (random.below(200) == 0) x *= 1e-6f;
       if (setup.given == DType::f32) std::memcpy(&data[size(4 * i)], &x, 4);
@@ -165,16 +170,28 @@ struct Pair {
       const std::size_t kind = random.below(10);
       odds.push_back(verkv::stored_odds(kind == 0 ? 1.0 : kind == 1 ? 0.0 : random.uniform()));
     }
-    std::vector<float> scratch(size(setup.key_dim));
+    std::vector<float> scratch(2 * size(setup.key_dim) + 32);
+    std::vector<verkv::SketchBasis> bases;
     for (std::size_t h = 0; h < heads.size(); ++h) {
+      if (setup.sketch.kind == SketchKind::calibrated && store->compressed() == 0) {
+        // Keys of one channel that outweighs the others, and queries that look elsewhere.
+        std::vector<float> queries;
+        for (std::int64_t i = 0; i < 5 * setup.key_dim; ++i)
+          queries.push_back(static_cast<float>(random.normal()));
+        const std::span<const Positive16> own_odds =
+            std::span<const Positive16>(odds).subspan(h * size(count), size(count));
+        bases.push_back(heads[h].calibrate(shape, own_odds, nullptr, queries, 7));
+        heads[h].take(verkv::SketchBasis(bases.back()));
+      }
       DrawKey own = key;
       own.kv_head += static_cast<std::uint32_t>(h);
       heads[h].reserve_compress(shape, end);
-      heads[h].compress(shape,
+      heads[h].compress(shape, verkv::cpu::scalar_kernels(),
                         std::span<const Positive16>(odds).subspan(h * size(count), size(count)),
                         own, scratch);
     }
-    LayerStore::Change change = store->compress(odds, key, 10, false, table.data(), nullptr);
+    LayerStore::Change change =
+        store->compress(odds, std::move(bases), key, 10, false, table.data(), nullptr);
     store->take(std::move(change), table.data(), nullptr);
   }
 
@@ -249,7 +266,7 @@ struct Pair {
       const std::int64_t end = view.compressed;
       if (!same_bytes(download(view.odds, end).data(), head.odds(), end)) return where + "odds";
       if (setup.sketch.kind != SketchKind::exact && end > 0) {
-        const std::int64_t bytes = verkv::code_storage_bytes(shape.sketch, end);
+        const std::int64_t bytes = verkv::code_storage_bytes(head.sketch(shape), end);
         if (!same_bytes(download(view.codes, bytes).data(), head.codes(), bytes)) {
           return where + "codes";
         }
@@ -260,7 +277,7 @@ struct Pair {
             !same_bytes(download(view.offsets, end).data(), head.offsets(), end)) {
           return where + "offsets";
         }
-        if (setup.sketch.kind == SketchKind::lloyd_max &&
+        if (setup.sketch.kind != SketchKind::minmax &&
             !same_bytes(download(view.channel_means, setup.key_dim).data(),
                         head.channel_means().data(), setup.key_dim)) {
           return where + "means";
@@ -367,6 +384,13 @@ std::vector<Setup> setups() {
   s.value_dim = 512;
   s.sketch.bits = 2;
   all.push_back(s);
+  for (const std::int64_t dim : {64, 100, 256, 512}) {
+    s = {};
+    s.key_dim = dim;
+    s.sketch = {SketchKind::calibrated, dim == 100 ? 3 : dim == 512 ? 4 : 2};
+    if (dim == 256) s.uneven = true;
+    all.push_back(s);
+  }
   return all;
 }
 
