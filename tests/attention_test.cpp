@@ -86,6 +86,15 @@ TEST_CASE("soft cap") {
   CHECK_THAT(verkv::soft_capped(3.5, 30.0), Catch::WithinRel(30 * std::tanh(3.5 / 30), 1e-15));
   CHECK(verkv::soft_capped(1e9, 30.0) == 30.0);
   CHECK(verkv::soft_capped(-1e9f, 30.0f) == -30.0f);
+  // In binary32 by a sequence of its own, on both sides of its seam.
+  for (double x = -12; x <= 12; x += 1.0 / 512) {
+    const double expected = std::tanh(x);
+    REQUIRE(std::fabs(static_cast<double>(verkv::fixed_tanh(static_cast<float>(x))) - expected) <=
+            4e-7 * std::fabs(expected));
+  }
+  CHECK(verkv::fixed_tanh(0.0f) == 0.0f);
+  CHECK(verkv::fixed_tanh(1e-30f) == 1e-30f);
+  CHECK(std::isnan(verkv::fixed_tanh(std::numeric_limits<float>::quiet_NaN())));
   CHECK(std::isnan(verkv::soft_capped(std::numeric_limits<double>::quiet_NaN(), 30.0)));
 }
 

@@ -308,11 +308,7 @@ std::string Scene::compare() {
         wrong << "row " << row << " KV head " << kv << ": " << what << " is " << got << ", not "
               << want << "\n";
       };
-      const auto same = [&](auto got, auto want) {
-        return same_bits(got, want) ||
-               (setup_.soft_cap > 0 && std::fabs(static_cast<double>(got - want)) <=
-                                           1e-5 * std::fabs(static_cast<double>(want)));
-      };
+      const auto same = [](auto got, auto want) { return same_bits(got, want); };
       if (slot >= 0) {
         cpu::HeadStore& store = this->store(slot, kv);
         cpu::HeadStep step;
