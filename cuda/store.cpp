@@ -60,7 +60,7 @@ void LayerStore::set_views() {
     view.scales = scales_.data() + h * sketch_capacity_;
     view.offsets = offsets_.data() == nullptr ? nullptr : offsets_.data() + h * sketch_capacity_;
     view.odds = odds_.data() + h * sketch_capacity_;
-    view.channel_means = channel_means_.data() + h * layer_->key_dim;
+    view.channel_means = channel_means_.data() + h * round_up(layer_->key_dim, 4);
   }
 }
 
@@ -188,7 +188,7 @@ void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
                                    "offsets");
     DeviceBuffer<float> means;
     if (sketch.kind == SketchKind::lloyd_max && channel_means_.size() == 0) {
-      means = DeviceBuffer<float>(heads() * layer_->key_dim, "channel means");
+      means = DeviceBuffer<float>(heads() * round_up(layer_->key_dim, 4), "channel means");
     }
     // A step reads whole groups, so what pads the last one is written too.
     const auto clear = [stream](auto& buffer) {
@@ -361,7 +361,7 @@ void LayerStore::add_memory(MemoryReport& report) const {
   if (end > 0 && sketch.kind != SketchKind::exact) {
     used.sketch_bytes = heads() * (code_storage_bytes(sketch, end) +
                                    padded * (sketch.kind == SketchKind::minmax ? 4 : 2)) +
-                        channel_means_.bytes();
+                        (channel_means_.size() > 0 ? 4 * heads() * layer_->key_dim : 0);
   }
   used.metadata_bytes = 4 * residents + heads() * (2 * padded + 8 * (tokens() - end));
   const std::int64_t allocated = host_.bytes() + resident_keys_.bytes() + resident_values_.bytes() +
