@@ -117,7 +117,7 @@ VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& v
 
 // Grid: (rows x KV heads, splits, parts of a group). A thread keeps kUnits times four coordinates.
 template <class Element, int kUnits>
-__global__ void __launch_bounds__(kThreads, kUnits > 2 ? 1 : 2)
+__global__ void __launch_bounds__(kThreads, kUnits > 1 ? 1 : 2)
     attend_kernel(const StepArguments arguments) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ float tops[kAttendHeads];

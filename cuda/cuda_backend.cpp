@@ -31,8 +31,10 @@ namespace {
 
 // Host views are staged in pieces of this many bytes.
 constexpr std::int64_t kStagingBytes = std::int64_t{32} << 20;
-// Room that a compressed head has for further residents.
+// Room that a compressed head has for further residents: until the next chunk is compressed, if
+// chunks are not too large.
 constexpr std::int64_t kLeastSpare = 64;
+constexpr std::int64_t kMostSpare = 1024;
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
@@ -387,7 +389,7 @@ class CudaBackend final : public Backend {
     return layers_[layer].table.data() + sequence.slot * layers_[layer].config.kv_heads;
   }
 
-  std::int64_t spare() const { return std::max(kLeastSpare, config_.chunk_tokens); }
+  std::int64_t spare() const { return std::clamp(config_.chunk_tokens, kLeastSpare, kMostSpare); }
 
   DrawKey draw_key(std::uint64_t draw, std::size_t layer) const {
     const LayerConfig& c = layers_[layer].config;

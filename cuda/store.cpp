@@ -73,7 +73,7 @@ void LayerStore::set_views() {
     view.scales = scales_.data() + h * sketch_capacity_;
     view.offsets = offsets_.data() == nullptr ? nullptr : offsets_.data() + h * sketch_capacity_;
     view.odds = odds_.data() + h * sketch_capacity_;
-    view.channel_means = channel_means_.data() + h * layer_->key_dim;
+    view.channel_means = channel_means_.data() + h * round_up(layer_->key_dim, 4);
   }
 }
 
@@ -201,7 +201,7 @@ void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
                                    "offsets");
     DeviceBuffer<float> means;
     if (coded && sketch.kind != SketchKind::minmax && channel_means_.size() == 0) {
-      means = DeviceBuffer<float>(heads() * layer_->key_dim, "channel means");
+      means = DeviceBuffer<float>(heads() * round_up(layer_->key_dim, 4), "channel means");
     }
     // A step reads whole groups, so what pads the last one is written too.
     const auto clear = [stream](auto& buffer) {
@@ -428,7 +428,8 @@ void LayerStore::add_memory(MemoryReport& report) const {
       }
     }
     used.sketch_bytes = codes + heads() * padded * (sketch.kind == SketchKind::minmax ? 4 : 2) +
-                        channel_means_.bytes() + basis_query_.bytes();
+                        (channel_means_.size() > 0 ? 4 * heads() * layer_->key_dim : 0) +
+                        basis_query_.bytes();
   }
   used.metadata_bytes = 4 * residents + heads() * (2 * padded + 8 * (tokens() - end));
   const std::int64_t allocated = host_.bytes() + resident_keys_.bytes() + resident_values_.bytes() +

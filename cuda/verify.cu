@@ -333,9 +333,9 @@ VERKV_DEVICE void keep_largest(VerifyShared& shared, const StepArguments& argume
       if ((equal >> k & 1u) != 0 && rank + own < left) above |= 1u << k;
       rank += __popc(row);
     }
+    // Only this thread reads the word again in this launch.
     if (block < blocks) mask[block * kLanes + lane] = above;
   }
-  __syncthreads();
 }
 
 // Lists, ascending, what the mask holds and no resident slot does; returns how many.

@@ -18,6 +18,8 @@ namespace verkv::cuda {
 // Positions [0, compressed) have sketch and odds; of them the first `drawn` resident slots hold
 // those drawn, in order of position. Positions [compressed, tokens) are the local window, in the
 // resident slots that follow: residents = drawn + tokens - compressed.
+// Every array starts at a multiple of 16 bytes: kernels read codes, scales, offsets and odds by
+// words and rows by 16 bytes where their parts are multiples of that.
 struct HeadView {
   std::int64_t tokens = 0;
   std::int64_t compressed = 0;

@@ -145,8 +145,32 @@ TEST_CASE("Groups of query heads") {
     setup.fetch.epsilon = kOff;
     setup.query_size = 2;
     setup.lengths = {{620, 540}};
+    if (group == 12) {  // a thread keeps several coordinates
+      setup.key_dim = 96;
+      setup.value_dim = 192;
+      setup.storage = DType::bf16;
+    }
+    if (group == 17) {  // two parts, and more shared memory than needs no permission
+      setup.key_dim = 256;
+      setup.value_dim = 100;
+      setup.storage = DType::f32;
+      setup.query_size = 0.5;
+      setup.lengths = {{150, 120}};
+    }
     require_equal(setup);
   }
+}
+
+TEST_CASE("The largest heads") {
+  cpu_device::reset_device();
+  Setup setup = small(150);
+  setup.group = 5;
+  setup.key_dim = 512;
+  setup.value_dim = 512;
+  setup.fetch.epsilon = kOff;
+  setup.lengths = {{100, 60}};
+  setup.query_size = 4;
+  REQUIRE(require_equal(setup).moved > 0);
 }
 
 TEST_CASE("The threshold of the certificate") {

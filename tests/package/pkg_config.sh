@@ -16,3 +16,9 @@ read -ra flags <<<"$("$pkg_config" --cflags --libs verkv-runtime)"
 "$@" -std=c++20 -DPACKAGE_VERSION="\"$version\"" "$source/consumer/main.cpp" "${flags[@]}" -o "$work/consumer"
 libdir=$(cd "$pc_dir/.." && pwd)
 LD_LIBRARY_PATH=$libdir${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} "$work/consumer"
+
+# The CUDA backend is linked by the CMake tests; here only that its file is sound.
+if [ -f "$pc_dir/verkv-cuda.pc" ]; then
+  "$pkg_config" --validate verkv-cuda
+  [[ $("$pkg_config" --libs verkv-cuda) == *-lverkv_cuda*-lverkv_runtime* ]]
+fi
