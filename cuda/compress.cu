@@ -180,7 +180,8 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t row_bytes = dim * static_cast<std::int64_t>(size_bytes(layer.storage));
   for (std::int64_t item = blockIdx.x; item < groups * layer.kv_heads; item += gridDim.x) {
     const HeadView& head = heads[item / groups];
-    const SketchShape sketch = sketch_of(layer, head);
+    SketchShape sketch = layer.sketch;
+    if constexpr (kKind == SketchKind::calibrated) sketch = sketch_of(layer, head);
     const int code_bytes = sketch.code_bytes();
     const std::int64_t base = (first_group + item % groups) * kGroup;
     // Only tokens [from, to) of the group are new.
