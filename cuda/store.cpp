@@ -225,7 +225,8 @@ void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
                  stream);
     }
     VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
-    // The table still names the old blocks; they go when it has been rewritten.
+    // The old blocks go at the end of this scope. The table names them until it is rewritten, which
+    // the caller does before it enqueues anything more.
     odds_.swap(odds);
     codes_.swap(codes);
     scales_.swap(scales);
@@ -289,9 +290,19 @@ LayerStore::Change LayerStore::compress(std::span<const Positive16> odds,
     VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
     for (std::size_t h = 0; h < bases_.size(); ++h) views_[h].basis_encode = encode.data() + at[h];
   }
-  reserve_sketch(end, stream);
-  write_table(table, stream);
-  for (HeadView& view : views_) view.basis_encode = nullptr;
+  // The matrices are there for this compression only; whether it succeeds or not, no view keeps
+  // them.
+  struct Forget {
+    std::vector<HeadView>& views;
+    ~Forget() {
+      for (HeadView& view : views) view.basis_encode = nullptr;
+    }
+  };
+  {
+    const Forget forget{views_};
+    reserve_sketch(end, stream);
+    write_table(table, stream);
+  }
 
   // Beyond `compressed` nothing is looked at, so all of this may be written in place.
   VERKV_CUDA_CHECK(cudaMemcpy2DAsync(odds_.data() + begin, size(sketch_capacity_) * 2, odds.data(),

@@ -67,8 +67,8 @@ class LayerStore {
   // Compresses positions [compressed, compressed + odds.size() / KV heads): odds [KV head][token].
   // `key` names KV head 0. spare: residents that each head should have room for beyond its own.
   // bases: of a calibrated sketch, [KV head], at the first compression; otherwise empty.
-  // zero_scores: the local window starts without scores. Room for the sketch stays reserved if this
-  // throws. Waits for the stream.
+  // zero_scores: the local window starts without scores. Room for the sketch and the
+  // bases stay if this throws. Waits for the stream.
   Change compress(std::span<const Positive16> odds, std::vector<SketchBasis>&& bases,
                   const DrawKey& key, std::int64_t spare, bool zero_scores, HeadView* table,
                   cudaStream_t stream);

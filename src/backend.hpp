@@ -32,7 +32,8 @@ class Backend {
   virtual void append(SequenceId sequence, std::int64_t layer, const TensorView& keys,
                       const TensorView& values) = 0;
   // One view per layer; those of layers that are not compressed are not looked at.
-  // prompt_queries: likewise, or empty. Throws InvalidArgument on a query that is not finite.
+  // prompt_queries: likewise, or empty. Throws InvalidArgument on a query that is used and
+  // not finite.
   virtual void compress(SequenceId sequence, std::span<const ImportanceView> importance,
                         std::span<const TensorView> prompt_queries) = 0;
   virtual void redraw(SequenceId sequence, std::uint64_t draw) = 0;

@@ -148,7 +148,7 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   const SketchConfig& sketch = config.sketch;
   if ((sketch.kind == SketchKind::lloyd_max || sketch.kind == SketchKind::calibrated) &&
       (sketch.bits < 2 || sketch.bits > 4)) {
-    add("a Lloyd-Max sketch of {} bits; 2, 3 and 4 are supported", sketch.bits);
+    add("a sketch of {} bits; 2, 3 and 4 are supported", sketch.bits);
   }
   if (sketch.kind == SketchKind::minmax && sketch.bits != 2) {
     add("a min-max sketch of {} bits; only 2 is supported", sketch.bits);

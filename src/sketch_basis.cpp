@@ -145,7 +145,8 @@ SketchBasis calibrate_sketch(int bits, const CalibrationTokens& tokens,
 
   // Few tokens know little about the tokens to come: their spectrum is drawn towards an even one.
   const double doubt = static_cast<double>(dim) / static_cast<double>(dim + tokens.count);
-  const double even = variance.mean();
+  // Keys all alike say nothing: every direction counts the same.
+  const double even = variance.mean() > 0 ? variance.mean() : 1;
   SketchBasis basis;
   basis.shape = {SketchKind::calibrated, bits, 0, 0};
   double least = 0;
@@ -171,17 +172,22 @@ SketchBasis calibrate_sketch(int bits, const CalibrationTokens& tokens,
   }
 
   // Each band in units of its root mean square; the units of the levels go to the query's side.
+  // A band in which these tokens have next to nothing is given a share of the whole, or tokens to
+  // come would be worlds away from its unit. The share goes with the square of the doubt: with many
+  // tokens a weak band may be weak.
+  const double share = doubt * doubt;
   const auto band = [&](Index begin, Index rows, double unit) {
-    if (rows == 0) return 1.0;
-    const double square = variance.segment(begin, rows).mean();
-    const double rms = square > 0 ? std::sqrt(square) * size : 1.0;
+    if (rows == 0) return 0.0;
+    const double square = (1 - share) * variance.segment(begin, rows).mean() + share * even;
+    // Neither the matrices nor their products may leave the range of binary32.
+    const double rms = std::max(std::sqrt(square) * size, 1e-30);
     encode.middleRows(begin, rows) /= rms;
     query.middleRows(begin, rows) *= rms * unit;
     return rms;
   };
   const double fine_rms = band(0, fine, kLloydMax4[7] / 127);
   const double coarse_rms = band(fine, stored - fine, kLloydMax2[1] / 127);
-  const double both = std::max(fine > 0 ? fine_rms : 0.0, stored > fine ? coarse_rms : 0.0);
+  const double both = std::max(fine_rms, coarse_rms);
   basis.bands.fine_square = static_cast<float>(std::pow(fine_rms / both, 2));
   basis.bands.coarse_square = static_cast<float>(std::pow(coarse_rms / both, 2));
   // A band that is many times weaker than the other must not vanish from the search for a scale.

@@ -2348,9 +2348,11 @@ TEST_CASE("A share of the fast tier is met by the keep that is computed for it")
 }
 
 TEST_CASE("Running out of memory changes nothing") {
-  for (const int what : {0, 1, 2, 3}) {
+  for (const int what : {0, 1, 2, 3, 4}) {
     CacheConfig config = victim_config();
-    config.sketch.kind = what == 1 ? SketchKind::minmax : SketchKind::lloyd_max;
+    config.sketch.kind = what == 1   ? SketchKind::minmax
+                         : what == 4 ? SketchKind::calibrated
+                                     : SketchKind::lloyd_max;
     const Victim victim(config);
     KvCacheManager& cache = *victim.cache;
     Random random(36);
@@ -2365,7 +2367,7 @@ TEST_CASE("Running out of memory changes nothing") {
       allowed = limit;
       try {
         if (what == 0) cache.append(victim.b, 0, keys.view(), values.view());
-        if (what == 1) cache.compress(victim.b, views);
+        if (what == 1 || what == 4) cache.compress(victim.b, views);
         if (what == 2) cache.redraw(victim.a, 99);
         if (what == 3) cache.create_sequence();
       } catch (const std::bad_alloc&) {
@@ -2378,6 +2380,7 @@ TEST_CASE("Running out of memory changes nothing") {
       const MemoryReport memory = cache.memory();
       CHECK(memory.fast_bytes() == victim.memory.fast_bytes());
       CHECK(memory.host_bytes == victim.memory.host_bytes);
+      CHECK(memory.basis_bytes == victim.memory.basis_bytes);
       for (const SequenceId id : {victim.a, victim.b}) {
         CHECK(cache.tokens(id, 0) == 80);
         CHECK(cache.compressed_tokens(id, 0) == (id == victim.a ? 72 : 0));
@@ -2388,7 +2391,7 @@ TEST_CASE("Running out of memory changes nothing") {
     CHECK(failed > 0);
     // And then it has happened as a whole.
     if (what == 0) CHECK(cache.tokens(victim.b, 0) == 180);
-    if (what == 1) CHECK(cache.compressed_tokens(victim.b, 2) == 72);
+    if (what == 1 || what == 4) CHECK(cache.compressed_tokens(victim.b, 2) == 72);
     if (what == 3) continue;
     const Result result = attend(cache, 0, {victim.a, victim.b}, victim.queries);
     CHECK_FALSE(same(result, victim.answers[0]));

@@ -94,7 +94,8 @@ struct CacheConfig {
 VERKV_API std::vector<std::string> unsupported_reasons(const CacheConfig& config);
 
 // The `keep` at which residents, sketch and metadata of `layer` together take `fast_share` of the
-// bytes of its full keys and values. Throws InvalidArgument, with the least possible share, where
+// bytes of its full keys and values; the basis of a calibrated sketch, which is of a sequence and
+// not of a token, comes on top. Throws InvalidArgument, with the least possible share, where
 // the sketch alone takes more.
 VERKV_API double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType storage,
                                      const SketchConfig& sketch);
@@ -140,7 +141,7 @@ struct AttendBatch {
 // Bytes in use, by tier and purpose.
 struct MemoryReport {
   std::int64_t resident_bytes = 0;   // keys and values on the fast tier, local window included
-  std::int64_t sketch_bytes = 0;     // codes, scales, channel means
+  std::int64_t sketch_bytes = 0;     // codes, scales, channel means, the queries' side of a basis
   std::int64_t metadata_bytes = 0;   // odds, positions, scores of the local window
   std::int64_t host_bytes = 0;       // keys and values on the host tier
   std::int64_t basis_bytes = 0;      // main memory: a calibrated sketch's basis, for tokens to come
@@ -211,7 +212,10 @@ class VERKV_API KvCacheManager {
   // prompt_queries: what a calibrated sketch is made for at the first compression, one view per
   // layer, [position][query head][key_dim], after RoPE as in attend; some 64 late positions of the
   // prompt do. A layer's view may be empty (0 positions), and so may all of them: then only keys
-  // and importance shape the sketch, which costs accuracy. Other sketches do not look at them.
+  // and importance shape the sketch, which costs accuracy. Later compressions and other sketches
+  // use none; so does a first one that leaves all tokens in the local window, whose successor
+  // during decode knows no queries. Throws InvalidArgument on a wrong shape, and where they are
+  // used, on a number that is not finite.
   void compress(SequenceId sequence, std::span<const ImportanceView> importance,
                 std::span<const TensorView> prompt_queries = {});
 

@@ -308,20 +308,24 @@ class CpuBackend final : public Backend {
   void run_compression(Sequence& sequence, const std::vector<HeadPlan>& plans,
                        std::span<const TensorView> prompt_queries) {
     std::vector<SketchBasis> bases = calibrate(sequence, plans, prompt_queries);
+    std::int64_t largest_dim = 0;
+    for (std::size_t i = 0; i < plans.size(); ++i) {
+      const HeadPlan& plan = plans[i];
+      const LayerShape& shape = shapes_[plan.layer];
+      HeadStore& store = sequence.layers[plan.layer][plan.head];
+      const std::int64_t end = plan.begin + static_cast<std::int64_t>(plan.odds.size());
+      const bool has_basis = !bases.empty() && plan.begin == 0;
+      store.reserve_compress(shape, has_basis ? bases[i].shape : store.sketch(shape), end);
+      reserve_workspaces(plan.layer, end, store.residents());
+      largest_dim = std::max(largest_dim, shape.config.key_dim);
+    }
+    const std::size_t scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
+    std::vector<float> scratch(static_cast<std::size_t>(pool_.size()) * scratch_size);
+    // Nothing fails from here on.
     for (std::size_t i = 0; i < bases.size(); ++i) {
       if (plans[i].begin == 0)
         sequence.layers[plans[i].layer][plans[i].head].take(std::move(bases[i]));
     }
-    std::int64_t largest_dim = 0;
-    for (const HeadPlan& plan : plans) {
-      HeadStore& store = sequence.layers[plan.layer][plan.head];
-      const std::int64_t end = plan.begin + static_cast<std::int64_t>(plan.odds.size());
-      store.reserve_compress(shapes_[plan.layer], end);
-      reserve_workspaces(plan.layer, end, store.residents());
-      largest_dim = std::max(largest_dim, shapes_[plan.layer].config.key_dim);
-    }
-    const std::size_t scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
-    std::vector<float> scratch(static_cast<std::size_t>(pool_.size()) * scratch_size);
     const auto task = [&](int worker, std::int64_t index) {
       const HeadPlan& plan = plans[static_cast<std::size_t>(index)];
       sequence.layers[plan.layer][plan.head].compress(

@@ -124,7 +124,8 @@ void HeadStore::append(const LayerShape& shape, const TensorView& keys, const Te
   tokens_ += keys.tokens;
 }
 
-void HeadStore::reserve_compress(const LayerShape& shape, std::int64_t end) {
+void HeadStore::reserve_compress(const LayerShape& shape, const SketchShape& codes,
+                                 std::int64_t end) {
   const std::int64_t padded = round_up(end, kSketchGroup);
   const auto to = [](auto& vector, std::int64_t size) {
     const std::size_t wanted = static_cast<std::size_t>(size);
@@ -132,8 +133,7 @@ void HeadStore::reserve_compress(const LayerShape& shape, std::int64_t end) {
   };
   to(odds_, padded);
   if (shape.sketch.kind == SketchKind::exact) return;
-  // A basis is made before, so that its own size is known here.
-  to(codes_, code_storage_bytes(sketch(shape), end));
+  to(codes_, code_storage_bytes(codes, end));
   to(scales_, padded);
   if (shape.sketch.kind == SketchKind::minmax) {
     to(offsets_, padded);

@@ -98,8 +98,9 @@ class HeadStore {
                         std::uint64_t seed) const;
   void take(SketchBasis&& basis) noexcept { basis_ = std::move(basis); }
 
-  // Room to compress up to position `end`; afterwards compress of them cannot fail.
-  void reserve_compress(const LayerShape& shape, std::int64_t end);
+  // Room to compress up to position `end` with codes of this form; afterwards compress of them
+  // cannot fail.
+  void reserve_compress(const LayerShape& shape, const SketchShape& codes, std::int64_t end);
   // Compresses positions [compressed, compressed + odds.size()) with these odds, drawing with
   // `key`. calibrated: after take of a basis. scratch:
   // 2 * key_dim floats, each rounded up to 16.

@@ -62,7 +62,7 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
         for (float& x : queries) x = static_cast<float>(normal(random_));
         store.take(store.calibrate(shape_, odds, nullptr, queries, 5));
       }
-      store.reserve_compress(shape_, length.compressed);
+      store.reserve_compress(shape_, store.sketch(shape_), length.compressed);
       std::vector<float> scratch(2 * index(setup.key_dim) + 32);
       store.compress(shape_, cpu::scalar_kernels(), odds,
                      DrawKey{3, slot, 0, static_cast<std::uint32_t>(h)}, scratch);

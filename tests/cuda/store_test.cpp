@@ -186,7 +186,7 @@ struct Pair {
       }
       DrawKey own = key;
       own.kv_head += static_cast<std::uint32_t>(h);
-      heads[h].reserve_compress(shape, end);
+      heads[h].reserve_compress(shape, heads[h].sketch(shape), end);
       heads[h].compress(shape, verkv::cpu::scalar_kernels(),
                         std::span<const Positive16>(odds).subspan(h * size(count), size(count)),
                         own, scratch);
