@@ -47,36 +47,6 @@ VERKV_DEVICE float load_query(const StepView& step, std::int64_t at) {
 
 // ---- One warp prepares one head's query ---------------------------------------------------------
 
-VERKV_DEVICE void hadamard_by_warp(float* x, int size) {
-  const int lane = threadIdx.x % 32;
-  for (int half = 1; half < size; half *= 2) {
-    for (int p = lane; p < size / 2; p += 32) {
-      const int i = p / half * 2 * half + p % half;
-      const float a = x[i];
-      const float b = x[i + half];
-      x[i] = a + b;
-      x[i + half] = a - b;
-    }
-    __syncwarp();
-  }
-  const float norm = static_cast<float>(1.0 / sqrt(static_cast<double>(size)));
-  for (int i = lane; i < size; i += 32) x[i] *= norm;
-  __syncwarp();
-}
-
-// rotate() of sketch.hpp.
-VERKV_DEVICE void rotate_by_warp(float* x, int dim, const float* signs) {
-  const int lane = threadIdx.x % 32;
-  const int size = hadamard_size(dim);
-  for (int i = lane; i < size; i += 32) x[i] *= signs[i];
-  __syncwarp();
-  hadamard_by_warp(x, size);
-  if (size == dim) return;
-  for (int i = dim - size + lane; i < dim; i += 32) x[i] *= signs[dim + i];
-  __syncwarp();
-  hadamard_by_warp(x + (dim - size), size);
-}
-
 // encode_query() of sketch.hpp. `code` is zero up to its stride.
 VERKV_DEVICE void encode_by_warp(const float* x, int dim, float unit, std::int8_t* code, int head,
                                  Constants& out) {
@@ -404,7 +374,10 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
       const int h = task % heads;
       if (task < heads) {
         float* x = rotated + h * shared.query_stride;
-        if (turned) rotate_by_warp(x, dim, layer.signs);
+        if (turned) {
+          rotate_warp(x, dim, layer.signs, lane);
+          __syncwarp();
+        }
         encode_by_warp(x, coordinates, unit, code + h * shared.code_stride, h, constants);
       } else if (centred && lane == 0) {
         constants.shift[h] = mean_share(query + h * shared.query_stride, head.channel_means, dim);
