@@ -446,27 +446,15 @@ class Mirror {
         // sketch), a sum and a count for each token of the window.
         report.metadata_bytes += 4 * residents + 2 * whole_groups + 8 * window;
         if (compressed == 0 || config_.sketch.kind == SketchKind::exact) continue;
-        if (config_.sketch.kind == SketchKind::calibrated) {
-          // 2 bits of every stored coordinate, 2 more of the fine ones, in whole bytes; a scale;
-          // the means in binary32; the query's matrix in binary16, the keys' in binary32 on the
-          // host.
-          const std::int64_t dim = head.basis.shape.dim;
-          const std::int64_t fine = head.basis.shape.fine;
-          report.sketch_bytes += whole_groups * ((dim + 3) / 4 + (fine + 3) / 4 + 2) +
-                                 4 * layer.key_dim + 2 * dim * layer.key_dim;
-          report.basis_bytes += 4 * dim * layer.key_dim;
-          // Never more than the bits that were asked for.
-          CHECK(4 * fine + 2 * (dim - fine) <= config_.sketch.bits * layer.key_dim);
-          continue;
-        }
-        const bool minmax = config_.sketch.kind == SketchKind::minmax;
-        const std::int64_t bits = config_.sketch.bits;
-        // Whole bytes of every plane: 4 coordinates a byte of 2 bits, 8 a byte of 1 bit.
-        const std::int64_t quarter =
-            bits == 3 ? (layer.key_dim + 7) / 8 * 2 : (layer.key_dim + 3) / 4;
-        const std::int64_t codes = bits == 2 ? quarter : bits == 3 ? quarter / 2 * 3 : quarter * 2;
-        report.sketch_bytes +=
-            whole_groups * (codes + (minmax ? 4 : 2)) + (minmax ? 0 : 4 * layer.key_dim);
+        // 2 bits of every stored coordinate, 2 more of the fine ones, in whole bytes; a scale; the
+        // means in binary32; the query's matrix in binary16, the keys' in binary32 on the host.
+        const std::int64_t dim = head.basis.shape.dim;
+        const std::int64_t fine = head.basis.shape.fine;
+        report.sketch_bytes += whole_groups * ((dim + 3) / 4 + (fine + 3) / 4 + 2) +
+                               4 * layer.key_dim + 2 * dim * layer.key_dim;
+        report.basis_bytes += 4 * dim * layer.key_dim;
+        // Never more than the bits that were asked for.
+        CHECK(4 * fine + 2 * (dim - fine) <= config_.sketch.bits * layer.key_dim);
       }
     }
     return report;
@@ -702,32 +690,11 @@ Drawn random_setting(Random& random) {
                                                   budget - c.sink_tokens,
                                                   budget - c.sink_tokens + 1, drawn.tokens + 5}));
   if (random.below(12) == 0) c.sink_tokens = drawn.tokens + 3;
-  switch (random.below(9)) {
-    case 0:
-      c.sketch = {SketchKind::exact, 2};
-      break;
-    case 1:
-      c.sketch = {SketchKind::minmax, 2};
-      break;
-    case 2:
-      c.sketch = {SketchKind::lloyd_max, 3};
-      break;
-    case 3:
-      c.sketch = {SketchKind::lloyd_max, 4};
-      break;
-    case 4:
-      c.sketch = {SketchKind::lloyd_max, 2};
-      break;
-    case 5:
-      c.sketch = {SketchKind::calibrated, 3};
-      break;
-    case 6:
-      c.sketch = {SketchKind::calibrated, 4};
-      break;
-    default:
-      c.sketch = {SketchKind::calibrated, 2};
-      break;
-  }
+  c.sketch = one_of(random, std::vector<verkv::SketchConfig>{{SketchKind::exact, 2},
+                                                             {SketchKind::calibrated, 2},
+                                                             {SketchKind::calibrated, 2},
+                                                             {SketchKind::calibrated, 3},
+                                                             {SketchKind::calibrated, 4}});
   c.fetch.epsilon = kOff;
   c.fetch.risk = kOff;
   c.fetch.delta = one_of(random, std::vector<double>{0.05, 0.1, 0.3});
@@ -1041,10 +1008,7 @@ TEST_CASE("A step with logits of plus and minus 1e4 agrees with the reference") 
   Tally tally;
   for (int trial = 0; trial < 60; ++trial) {
     CacheConfig config = small_config();
-    const SketchKind kind = trial % 7 == 0  ? SketchKind::minmax
-                            : trial % 7 < 4 ? SketchKind::calibrated
-                                            : SketchKind::lloyd_max;
-    config.sketch = {kind, kind == SketchKind::minmax ? 2 : 2 + trial % 3};
+    config.sketch.bits = 2 + trial % 3;
     config.fetch.cap = one_of(random, std::vector<double>{1, 2, kOff});
     config.fetch.mode = trial % 2 == 0 ? FetchMode::never : FetchMode::verified;
     config.fetch.limit_tokens = trial % 4 == 1 ? 2 : 0;
@@ -1069,15 +1033,58 @@ TEST_CASE("A step with logits of plus and minus 1e4 agrees with the reference") 
   report(tally);
 }
 
+TEST_CASE("A drawn token that the plan takes for nothing is capped, wherever the shift goes") {
+  // Coordinate 0 has most of the keys' energy, coordinate 40 is not in the sketch. A needle whose
+  // weight is far overestimated is fetched and leaves beta = 0 behind; a drawn token whose sketched
+  // weight is 0 has an exact logit far above the needle's.
+  for (const double cap : {1.0, 2.0, 1e6}) {
+    Random random(62);
+    CacheConfig config = small_config();
+    config.layers = {layer_of(1, 1, 64, 64)};
+    config.keep = 0.5;
+    config.sink_tokens = 0;
+    config.local_tokens = 0;
+    config.fetch.cap = cap;
+    const std::int64_t n = 400;
+    const std::vector<Scores> scores = {random_scores(random, 1, n, ScoreKind::equal)};
+    Block keys = random_block(random, n, 1, 64, 1);
+    Mirror draws(config, 9);
+    draws.append(0, keys, keys);
+    draws.compress(scores);
+    const std::vector<bool>& resident = draws.head(0, 0).resident;
+    const std::int64_t drawn = std::find(resident.begin(), resident.end(), true) - resident.begin();
+    const std::int64_t needle =
+        std::find(resident.begin(), resident.end(), false) - resident.begin();
+    for (std::int64_t t = 0; t < n; ++t) {
+      for (std::int64_t j = 0; j < 32; ++j) keys.at(t, 0, j) *= 50;
+    }
+    keys.at(needle, 0, 0) = 400;
+    keys.at(needle, 0, 40) = -20;
+    keys.at(drawn, 0, 0) = 0;
+    keys.at(drawn, 0, 40) = 50;
+    Block queries = constant_block(1, 1, 64, 0);
+    queries.at(0, 0, 0) = 10;
+    queries.at(0, 0, 40) = 80;
+    const Block values = random_block(random, n, 1, 64, 1);
+    const Filled filled = fill(config, {keys}, {values}, scores, 9);
+    Mirror mirror(config, 9);
+    mirror.append(0, keys, values);
+    mirror.compress(scores);
+    const Result result = attend(*filled.cache, 0, {filled.sequence}, queries);
+    REQUIRE(result.kv[0].moved_tokens > 0);
+    REQUIRE(result.lse[0] < 350);  // the drawn token's logit is 500
+    Tally tally;
+    compare(config, 0, result, 0, mirror.attend(0, queries, 0), "cap " + std::to_string(cap), tally,
+            Tolerance{0.02, 0.01, 0.02});
+  }
+}
+
 TEST_CASE("Equal keys give equal weights") {
   for (const DType storage : {DType::f32, DType::f16}) {
-    for (const int sketch : {0, 1, 2, 3}) {
+    for (const SketchKind sketch : {SketchKind::exact, SketchKind::calibrated}) {
       CacheConfig config = small_config();
       config.storage = storage;
-      config.sketch.kind = sketch == 0   ? SketchKind::exact
-                           : sketch == 1 ? SketchKind::lloyd_max
-                           : sketch == 2 ? SketchKind::calibrated
-                                         : SketchKind::minmax;
+      config.sketch.kind = sketch;
       Random random(8);
       const std::int64_t n = 200;
       const Block one = random_block(random, 1, 2, 64, 1);
@@ -1103,8 +1110,7 @@ TEST_CASE("One dominant key that is not resident is fetched by either rule") {
   for (const bool certificate : {true, false}) {
     for (const ScoreKind kind :
          {ScoreKind::random, ScoreKind::zero, ScoreKind::equal, ScoreKind::with_zeros}) {
-      for (const SketchKind sketch :
-           {SketchKind::exact, SketchKind::lloyd_max, SketchKind::calibrated, SketchKind::minmax}) {
+      for (const SketchKind sketch : {SketchKind::exact, SketchKind::calibrated}) {
         Random random(9);
         CacheConfig config = small_config();
         config.layers = {layer_of(1, 2, 128, 128)};
@@ -1233,9 +1239,8 @@ std::vector<CacheConfig> story_configs() {
                      layer_of(3, 5, 128, 128)};
     config.pool = kind == 0 ? Pool::head : kind == 1 ? Pool::layer : Pool::sequence;
     if (kind == 1) config.sketch = {SketchKind::exact, 2};
-    if (kind == 2) config.sketch = {SketchKind::minmax, 2};
-    if (kind == 3) config.sketch = {SketchKind::lloyd_max, 3};
-    if (kind == 4) config.sketch = {SketchKind::lloyd_max, 4};
+    if (kind == 3) config.sketch.bits = 3;
+    if (kind == 4) config.sketch.bits = 4;
     if (kind == 1) config.fetch.order = FetchOrder::exact;
     if (kind == 2) config.fetch.shortlist = 8;
     config.fetch.risk = kind == 3 ? 1e-4 : kOff;
@@ -1422,7 +1427,7 @@ TEST_CASE("Layout and type of the views change no bit") {
 }
 
 TEST_CASE("Heads split over two managers answer as in one") {
-  for (const SketchKind kind : {SketchKind::exact, SketchKind::lloyd_max}) {
+  for (const SketchKind kind : {SketchKind::exact, SketchKind::calibrated}) {
     CacheConfig whole = small_config();
     whole.sketch.kind = kind;
     whole.layers = {layer_of(4, 3, 64, 64), layer_of(4, 3, 64, 64)};
@@ -1593,7 +1598,6 @@ TEST_CASE("Window scores survive a sketch that is far off") {
   Random random(18);
   CacheConfig config = small_config();
   config.layers = {layer_of(1, 1, 64, 64)};
-  config.sketch = {SketchKind::minmax, 2};
   config.fetch.mode = FetchMode::never;
   config.fetch.cap = kOff;
   config.keep = 0.5;
@@ -1601,16 +1605,18 @@ TEST_CASE("Window scores survive a sketch that is far off") {
   config.chunk_tokens = 16;
   const auto cache = verkv::make_cpu_cache(config);
   const SequenceId sequence = cache->create_sequence(1);
-  // One coordinate takes all of the min-max range, and the query does not look at it.
+  // Half of the coordinates take all bits of the sketch, and the query does not look at them.
   Block keys = random_block(random, 100, 1, 64, 30);
-  for (std::int64_t t = 0; t < 100; ++t) keys.at(t, 0, 0) = 3000;
+  for (std::int64_t t = 0; t < 100; ++t) {
+    for (std::int64_t j = 0; j < 32; ++j) keys.at(t, 0, j) *= 50;
+  }
   std::int64_t residents = 0;
   cache->append(sequence, 0, keys.view(), random_block(random, 100, 1, 64, 1).view());
   compress(*cache, sequence, {random_scores(random, 1, 100, ScoreKind::random)});
   for (int step = 0; step < 100; ++step) {
     const Block key = random_block(random, 1, 1, 64, 1);
     Block query = random_block(random, 1, 1, 64, 36);
-    query.at(0, 0, 0) = 0;
+    for (std::int64_t j = 0; j < 32; ++j) query.at(0, 0, j) = 0;
     cache->append(sequence, 0, key.view(), random_block(random, 1, 1, 64, 1).view());
     const Result result = attend(*cache, 0, {sequence}, query);
     for (const float x : result.output) REQUIRE(std::isfinite(x));
@@ -2012,7 +2018,7 @@ TEST_CASE("A configuration that cannot be served is refused with every reason") 
   refused([](CacheConfig& c) { c.local_tokens = -3; }, {"-3", "local"});
   refused([](CacheConfig& c) { c.chunk_tokens = -2; }, {"-2", "chunk"});
   refused([](CacheConfig& c) { c.sketch.bits = 5; }, {"5", "2, 3 and 4"});
-  refused([](CacheConfig& c) { c.sketch = {SketchKind::minmax, 4}; }, {"4", "2"});
+  refused([](CacheConfig& c) { c.sketch.bits = 1; }, {"1", "2, 3 and 4"});
   refused([](CacheConfig& c) { c.fetch.shortlist = -1; }, {"-1", "shortlist"});
   refused([](CacheConfig& c) { c.fetch.limit_tokens = -7; }, {"-7", "limit"});
   refused([](CacheConfig& c) { c.fast_bytes_limit = -8; }, {"-8", "fast"});
@@ -2118,8 +2124,7 @@ TEST_CASE("Byte limits hold on both tiers") {
 
 TEST_CASE("Overflowing logits never certify") {
   for (const bool vector_code : {true, false}) {
-    for (const SketchKind kind :
-         {SketchKind::exact, SketchKind::lloyd_max, SketchKind::calibrated, SketchKind::minmax}) {
+    for (const SketchKind kind : {SketchKind::exact, SketchKind::calibrated}) {
       for (const FetchMode mode : {FetchMode::verified, FetchMode::never, FetchMode::always}) {
         for (const FetchOrder order : {FetchOrder::key, FetchOrder::exact}) {
           for (const float magnitude : {1e30f, 3.4e38f}) {
@@ -2231,10 +2236,8 @@ TEST_CASE("What the certificate's plan fetches does certify") {
 // ---- Memory and statistics ----
 
 TEST_CASE("Every byte is accounted for") {
-  for (const SketchKind kind :
-       {SketchKind::exact, SketchKind::lloyd_max, SketchKind::calibrated, SketchKind::minmax}) {
+  for (const SketchKind kind : {SketchKind::exact, SketchKind::calibrated}) {
     for (const int bits : {2, 3, 4}) {
-      if (kind == SketchKind::minmax && bits != 2) continue;
       for (const DType storage : {DType::f32, DType::f16}) {
         CacheConfig config = small_config();
         config.storage = storage;
@@ -2336,10 +2339,9 @@ TEST_CASE("A share of the fast tier is met by the keep that is computed for it")
   }
   const LayerConfig layer = layer_of(1, 1, 128, 128);
   CHECK(verkv::keep_for_fast_share(1, layer, DType::f16, {SketchKind::exact, 2}) <= 1);
-  check_names(error_of<InvalidArgument>([&] {
-                verkv::keep_for_fast_share(0.05, layer, DType::f16, {SketchKind::lloyd_max, 2});
-              }),
-              {"0.05", "0.07"});  // (32 + 2 + 2) / 512 = 0.0703
+  check_names(
+      error_of<InvalidArgument>([&] { verkv::keep_for_fast_share(0.05, layer, DType::f16, {}); }),
+      {"0.05", "0.07"});  // (32 + 2 + 2) / 512 = 0.0703
   for (const double share : {0.0, -1.0, 1.1, std::numeric_limits<double>::quiet_NaN()}) {
     check_names(error_of<InvalidArgument>(
                     [&] { verkv::keep_for_fast_share(share, layer, DType::f16, {}); }),
@@ -2350,9 +2352,7 @@ TEST_CASE("A share of the fast tier is met by the keep that is computed for it")
 TEST_CASE("Running out of memory changes nothing") {
   for (const int what : {0, 1, 2, 3, 4}) {
     CacheConfig config = victim_config();
-    config.sketch.kind = what == 1   ? SketchKind::minmax
-                         : what == 4 ? SketchKind::calibrated
-                                     : SketchKind::lloyd_max;
+    if (what == 1) config.sketch.kind = SketchKind::exact;
     const Victim victim(config);
     KvCacheManager& cache = *victim.cache;
     Random random(36);
@@ -2491,16 +2491,18 @@ TEST_CASE("A step allocates nothing") {
   };
   for (const Case& c :
        {Case{"certificate", FetchMode::verified, 0.1, kOff, FetchOrder::key, 0, 0,
-             SketchKind::lloyd_max},
-        Case{"risk", FetchMode::verified, kOff, 1e-4, FetchOrder::key, 0, 0, SketchKind::lloyd_max},
+             SketchKind::calibrated},
+        Case{"risk", FetchMode::verified, kOff, 1e-4, FetchOrder::key, 0, 0,
+             SketchKind::calibrated},
         Case{"both, limited", FetchMode::verified, 0.1, 1e-4, FetchOrder::key, 0, 7,
-             SketchKind::minmax},
+             SketchKind::calibrated},
         Case{"exact order", FetchMode::verified, 0.1, 1e-4, FetchOrder::exact, 0, 0,
              SketchKind::exact},
         Case{"shortlist", FetchMode::verified, 0.1, kOff, FetchOrder::key, 16, 0,
-             SketchKind::lloyd_max},
-        Case{"always", FetchMode::always, 0.1, kOff, FetchOrder::key, 0, 9, SketchKind::lloyd_max},
-        Case{"never", FetchMode::never, 0.1, kOff, FetchOrder::key, 0, 0, SketchKind::lloyd_max}}) {
+             SketchKind::calibrated},
+        Case{"always", FetchMode::always, 0.1, kOff, FetchOrder::key, 0, 9, SketchKind::calibrated},
+        Case{"never", FetchMode::never, 0.1, kOff, FetchOrder::key, 0, 0,
+             SketchKind::calibrated}}) {
     for (const int threads : {1, 2}) {
       CacheConfig config = small_config();
       config.threads = threads;
@@ -2628,7 +2630,7 @@ Redraws redraw_often(const CacheConfig& config, const Filled& filled, const Bloc
 
 TEST_CASE("Redraws: decisions stand, the mean is right, failures stay below delta") {
   constexpr int kDraws = 400;
-  for (const SketchKind kind : {SketchKind::exact, SketchKind::lloyd_max}) {
+  for (const SketchKind kind : {SketchKind::exact, SketchKind::calibrated}) {
     for (const bool certificate : {true, false}) {
       for (const FetchOrder order : {FetchOrder::key, FetchOrder::exact}) {
         Random random(34);
