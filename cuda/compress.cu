@@ -2,6 +2,7 @@
 // every sum runs in the same order. Compiled without contraction (-fmad=false).
 #include <algorithm>
 #include <cstdint>
+#include <cub/block/block_scan.cuh>
 
 #include <verkv/inclusion.hpp>
 #include <verkv/sample.hpp>
@@ -200,9 +201,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kDrawThreads)
     draw_kernel(const HeadView* heads, DrawKey key, std::int64_t begin, std::int64_t end,
                 std::uint32_t* out_position, std::int64_t stride, std::int64_t* out_count) {
-  __shared__ int warp_count[kDrawThreads / 32];
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  using Scan = cub::BlockScan<int, kDrawThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  __shared__ typename Scan::TempStorage scan;
   const Positive16* odds = heads[blockIdx.x].odds;
   key.kv_head += blockIdx.x;
   std::uint32_t* out = out_position + static_cast<std::int64_t>(blockIdx.x) * stride;
@@ -214,19 +214,10 @@ __global__ void __launch_bounds__(kDrawThreads)
       const double r = probability_from_odds(static_cast<double>(to_float(odds[position])));
       kept = drawn(key, static_cast<std::uint64_t>(position), r);
     }
-    const unsigned votes = __ballot_sync(kWholeWarp, kept);
-    if (lane == 0) warp_count[warp] = __popc(votes);
-    __syncthreads();
     int before = 0;
     int all = 0;
-    for (int w = 0; w < kDrawThreads / 32; ++w) {
-      if (w < warp) before += warp_count[w];
-      all += warp_count[w];
-    }
-    if (kept) {
-      out[written + before + __popc(votes & ((1u << lane) - 1u))] =
-          static_cast<std::uint32_t>(position);
-    }
+    Scan(scan).ExclusiveSum(kept ? 1 : 0, before, all);
+    if (kept) out[written + before] = static_cast<std::uint32_t>(position);
     written += all;
     __syncthreads();
   }
