@@ -41,8 +41,7 @@ struct Plan {
   int repetitions = 30;
   std::int64_t flush_bytes = std::int64_t{256} << 20;
   std::int64_t piece_bytes = std::int64_t{16} << 20;
-  // Layers of the captured steps: many where a layer is small, or all of them would lie in the
-  // second-level cache.
+  // Layers of the captured steps: few where each pins much memory.
   int short_layers = 8;
   int long_layers = 4;
   std::int64_t long_tokens = 65536;  // from here on

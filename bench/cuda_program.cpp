@@ -90,7 +90,7 @@ double worst_error(const std::vector<float>& got, std::size_t first,
   double largest = 0;
   for (std::size_t i = 0; i < expected.size(); ++i) {
     const double error = std::fabs(static_cast<double>(got[first + i]) - expected[i]);
-    if (!(error <= worst)) worst = error;  // a NaN too
+    worst = std::max(worst, std::isfinite(error) ? error : INFINITY);
     largest = std::max(largest, std::fabs(expected[i]));
   }
   return worst / largest;
@@ -108,7 +108,8 @@ double output_error(const std::vector<float>& got, const std::vector<float>& exa
       difference += d * d;
       length += x * x;
     }
-    errors.push_back(std::sqrt(difference / length));
+    const double error = std::sqrt(difference / length);
+    errors.push_back(std::isfinite(error) ? error : INFINITY);
   }
   return timing_of(std::move(errors)).median;
 }
