@@ -155,7 +155,7 @@ class CudaBackend final : public Backend {
     sequences_.clear();
   }
 
-  std::string description() const override { return description_; }
+  std::string description() const override { return description_ + "; host tier: " + host_tier(); }
 
   void create(SequenceId id, std::uint64_t draw) override {
     const CurrentDevice current(options_.device);
@@ -165,7 +165,7 @@ class CudaBackend final : public Backend {
     sequence->compressed_before.resize(layers_.size(), false);
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       if (!layers_[i].config.cached) continue;
-      sequence->layers[i] = std::make_unique<LayerStore>(layers_[i].view);
+      sequence->layers[i] = std::make_unique<LayerStore>(layers_[i].view, options_.require_pinned);
     }
     free_slots_.reserve(sequences_.size() + free_slots_.size() + 1);
     const bool reused = !free_slots_.empty();
@@ -380,6 +380,27 @@ class CudaBackend final : public Backend {
  private:
   Sequence& find(SequenceId id) { return *sequences_.find(id.value)->second; }
   const Sequence& find(SequenceId id) const { return *sequences_.find(id.value)->second; }
+
+  // How the host tier is held, for the description.
+  std::string host_tier() const {
+    std::int64_t pageable = 0;
+    std::int64_t all = 0;
+    const HostBuffer* example = nullptr;
+    for (const auto& [id, sequence] : sequences_) {
+      for (const auto& store : sequence->layers) {
+        if (!store) continue;
+        const HostBuffer& block = store->host_tier();
+        all += block.bytes();
+        if (!block.pageable()) continue;
+        pageable += block.bytes();
+        example = &block;
+      }
+    }
+    if (example == nullptr) return "pinned";
+    return std::to_string(pageable) + " of " + std::to_string(all) + " bytes pageable, " +
+           (example->kind() == HostMemory::managed ? "managed" : "ordinary") +
+           " memory (pinning was refused: " + example->refusal() + ")";
+  }
 
   bool compressible(std::size_t layer) const {
     return layers_[layer].config.cached && !layers_[layer].config.dense;
@@ -851,11 +872,9 @@ namespace verkv {
 
 int cuda_device_count() noexcept {
   int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) {
-    cudaGetLastError();
-    return 0;
-  }
-  return count;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  cuda::take_back(status);
+  return status == cudaSuccess ? count : 0;
 }
 
 std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& config) {

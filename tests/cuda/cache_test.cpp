@@ -590,10 +590,14 @@ TEST_CASE("a cache gives back all memory") {
 // stay twins.
 TEST_CASE("refused memory leaves the cache as it was") {
   for (const device::Call call : {device::Call::malloc, device::Call::host_malloc}) {
-    device::Device& machine = device::reset_device();
+    device::DeviceOptions no_other_way;
+    no_other_way.host_register = false;
+    device::Device& machine = device::reset_device(no_other_way);
     CacheConfig config = small_config();
     config.chunk_tokens = 0;
-    Twins twins(config);
+    CudaOptions options;
+    options.require_pinned = true;
+    Twins twins(config, 1, options);
     int failures = 0;
     const auto insist = [&](const auto& action) {
       for (int skip = 0;; ++skip) {
@@ -639,6 +643,117 @@ TEST_CASE("refused memory leaves the cache as it was") {
     twins.compare({id});
     CHECK(failures > (call == device::Call::malloc ? 30 : 2));
   }
+}
+
+// Where the host tier lies when pinning is refused: ways of the device, and what is said of it.
+struct PinningRefused {
+  bool registers = true;
+  bool reads_ordinary = false;
+  bool advises = true;
+  bool manages = true;
+  std::string kind;  // empty: nothing is left
+};
+
+TEST_CASE("where pinning is refused pageable memory stands in") {
+  const PinningRefused ways[] = {{true, false, true, true, "pinned"},
+                                 {false, true, true, true, "ordinary"},
+                                 {false, false, true, true, "managed"},
+                                 {false, true, false, false, ""},
+                                 {false, false, true, false, ""}};
+  for (const PinningRefused& way : ways) {
+    CAPTURE(way.kind, way.reads_ordinary);
+    device::DeviceOptions device_options;
+    device_options.host_register = way.registers;
+    device_options.pageable_access = way.reads_ordinary;
+    device_options.concurrent_managed = way.manages;
+    device::Device& machine = device::reset_device(device_options);
+    {
+      CacheConfig config = small_config();
+      config.layers.resize(1);
+      Twins twins(config);
+      const SequenceId id = twins.create();
+      twins.append(id, 60);
+      REQUIRE(twins.cuda->memory().pageable_bytes == 0);
+      REQUIRE_THAT(twins.cuda->description(), Catch::EndsWith("; host tier: pinned"));
+
+      machine.fail_call(device::Call::host_malloc, device::Status::out_of_memory, 0, true);
+      if (!way.advises)
+        machine.fail_call(device::Call::advise, device::Status::invalid_value, 0, true);
+      if (way.kind.empty()) {
+        try {
+          twins.append(id, 90);
+          FAIL("no refusal");
+        } catch (const DeviceError& error) {
+          REQUIRE(error.out_of_memory());
+          CHECK_THAT(error.what(), Catch::Contains("bytes of main memory in reach of the device"));
+          CHECK_THAT(error.what(), Catch::Contains("cudaHostAlloc: "));
+          CHECK_THAT(error.what(), Catch::Contains("cudaHostRegister: not supported"));
+          CHECK_THAT(error.what(),
+                     Catch::Contains(way.reads_ordinary ? "cudaMemAdvise of ordinary memory: "
+                                                        : "the device cannot read it"));
+          CHECK_THAT(error.what(), Catch::Contains("cudaMallocManaged: "));
+        }
+        REQUIRE(twins.cuda->tokens(id, 0) == 60);
+        REQUIRE(cudaGetLastError() == cudaSuccess);
+        continue;
+      }
+      twins.append(id, 90);  // the host tier grows
+      twins.compress(id);
+      twins.attend({id}, 2);
+      const bool pageable = way.kind != "pinned";
+      REQUIRE((twins.cuda->memory().pageable_bytes > 0) == pageable);
+      REQUIRE(twins.cuda->memory(id).pageable_bytes == twins.cuda->memory().pageable_bytes);
+      const std::string description = twins.cuda->description();
+      if (pageable) {
+        CHECK_THAT(description, Catch::Contains(" bytes pageable, " + way.kind + " memory"));
+        CHECK_THAT(description, Catch::Contains("pinning was refused: cudaHostAlloc: "));
+      } else {
+        CHECK_THAT(description, Catch::EndsWith("; host tier: pinned"));
+      }
+      // A cache that insists on pinned memory.
+      if (pageable) {
+        CudaOptions strict;
+        strict.require_pinned = true;
+        Twins others(config, 2, strict);
+        const SequenceId other = others.create();
+        REQUIRE_THROWS_WITH(others.append(other, 5), Catch::Contains("bytes of pinned memory"));
+        REQUIRE(others.cuda->tokens(other, 0) == 0);
+      }
+      machine.stop_failing();
+      twins.append(id, 200);  // grows again, into pinned memory
+      REQUIRE(twins.cuda->memory().pageable_bytes == 0);
+      twins.redraw(id, 3);
+      twins.attend({id}, 2);
+      twins.compare({id});
+      REQUIRE(twins.moved > 0);
+    }
+    REQUIRE(machine.live_allocations() == 0);
+    Twins::no_faults();
+  }
+}
+
+TEST_CASE("an error that the caller has pending is neither reported nor taken") {
+  device::Device& machine = device::reset_device();
+  CacheConfig config = small_config();
+  config.layers.resize(1);
+  Twins twins(config);
+  const SequenceId id = twins.create();
+  void* memory = nullptr;
+  const cudaError_t own = cudaMalloc(&memory, std::size_t{1} << 60);
+  REQUIRE(own == cudaErrorMemoryAllocation);
+  twins.append(id, 60);
+  twins.compress(id);
+  twins.redraw(id, 5);
+  twins.append(id, 20);
+  twins.attend({id});
+  REQUIRE(verkv::cuda_device_count() == 1);
+  twins.compare({id});
+  REQUIRE(cudaGetLastError() == own);
+  REQUIRE(cudaGetLastError() == cudaSuccess);
+  // An error of ours is reported by the exception, and by nothing else.
+  machine.fail_call(device::Call::launch, device::Status::launch_failure);
+  REQUIRE_THROWS_AS(twins.append(id, 1), DeviceError);
+  REQUIRE(cudaGetLastError() == cudaSuccess);
 }
 
 TEST_CASE("a chunk that finds no memory is compressed later") {
