@@ -7,6 +7,8 @@
 #include <verkv/shrinkage.hpp>
 
 #include "device_math.cuh"
+#include "launch.hpp"
+#include "query.cuh"
 #include "step_kernels.hpp"
 
 namespace verkv::cuda {
@@ -166,20 +168,9 @@ __global__ void __launch_bounds__(kThreads, kUnits > 1 ? 1 : 2)
   if (moved > 0) {
     for (int i = tid; i < heads * shared.query_stride; i += kThreads) {
       const int j = i % shared.query_stride;
-      float x = 0;
-      if (j < key_dim) {
-        const std::int64_t at =
-            row * step.query_row_stride +
-            (pair % layer.kv_heads * layer.group + first + i / shared.query_stride) *
-                step.query_head_stride +
-            j;
-        x = layer.scale * (step.query_type == DType::f32
-                               ? static_cast<const float*>(step.queries)[at]
-                           : step.query_type == DType::f16
-                               ? as_float(static_cast<const Half*>(step.queries)[at])
-                               : as_float(static_cast<const BFloat16*>(step.queries)[at]));
-      }
-      query[i] = x;
+      const std::int64_t head =
+          pair % layer.kv_heads * layer.group + first + i / shared.query_stride;
+      query[i] = j < key_dim ? layer.scale * query_number(step, row, head, j) : 0.0f;
     }
   }
 
@@ -401,20 +392,19 @@ cudaError_t launch_for(const StepArguments& arguments, cudaStream_t stream) {
                     static_cast<unsigned>(grid.attend_splits),
                     static_cast<unsigned>(grid.attend_parts));
   const int shared = AttendShared(arguments.view.layer, grid).bytes();
-  const auto launch = [&](auto* kernel) {
+  const auto launch_one = [&](auto* kernel) {
     if (shared > (40 << 10)) {  // above what needs no permission, less the static part
       const cudaError_t error =
           cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
       if (error != cudaSuccess) return error;
     }
-    kernel<<<blocks, kThreads, static_cast<std::size_t>(shared), stream>>>(arguments);
-    return cudaGetLastError();
+    return launch(kernel, blocks, kThreads, static_cast<std::size_t>(shared), stream, arguments);
   };
   const int units = grid.part_heads * grid.units;
-  if (units <= kThreads) return launch(attend_kernel<Element, 1>);
-  if (units <= 2 * kThreads) return launch(attend_kernel<Element, 2>);
-  return launch(attend_kernel<Element, 8>);
+  if (units <= kThreads) return launch_one(attend_kernel<Element, 1>);
+  if (units <= 2 * kThreads) return launch_one(attend_kernel<Element, 2>);
+  return launch_one(attend_kernel<Element, 8>);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <verkv/attention.hpp>
 
 #include "device_math.cuh"
+#include "launch.hpp"
 #include "step_kernels.hpp"
 
 namespace verkv::cuda {
@@ -493,19 +494,18 @@ cudaError_t launch_scores(const StepArguments& arguments, cudaStream_t stream) {
                   static_cast<unsigned>(arguments.grid.score_splits),
                   static_cast<unsigned>(arguments.grid.score_parts));
   const std::size_t shared = static_cast<std::size_t>(ScoreShared(layer).bytes());
-  const auto launch = [&](auto* kernel) {
-    kernel<<<grid, kThreads, shared, stream>>>(arguments);
-    return cudaGetLastError();
+  const auto launch_one = [&](auto* kernel) {
+    return launch(kernel, grid, kThreads, shared, stream, arguments);
   };
-  if (layer.sketch.kind == SketchKind::exact) return launch(scores_kernel<0>);
-  if (layer.sketch.kind == SketchKind::calibrated) return launch(scores_kernel<kMixed>);
+  if (layer.sketch.kind == SketchKind::exact) return launch_one(scores_kernel<0>);
+  if (layer.sketch.kind == SketchKind::calibrated) return launch_one(scores_kernel<kMixed>);
   switch (layer.sketch.bits) {
     case 2:
-      return launch(scores_kernel<2>);
+      return launch_one(scores_kernel<2>);
     case 3:
-      return launch(scores_kernel<3>);
+      return launch_one(scores_kernel<3>);
     default:
-      return launch(scores_kernel<4>);
+      return launch_one(scores_kernel<4>);
   }
 }
 

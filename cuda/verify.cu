@@ -4,6 +4,9 @@
 #include <verkv/certificate.hpp>
 #include <verkv/fetch_plan.hpp>
 
+#include "compress.hpp"
+#include "launch.hpp"
+#include "query.cuh"
 #include "step_kernels.hpp"
 #include "verify_search.cuh"
 #include "verify_sums.cuh"
@@ -425,6 +428,52 @@ VERKV_DEVICE void plan_group(VerifyShared& shared, const StepArguments& argument
 
 static_assert(sizeof(KvHeadReport) == 40 && sizeof(QueryHeadReport) == 24);
 
+// ---- What outlives the step ---------------------------------------------------------------------
+
+// A query that is not finite spoils its own head's answer without a trace if nobody tells.
+VERKV_DEVICE void check_query(const StepView& step, std::int64_t row, std::int64_t head) {
+  if (step.bad == nullptr) return;
+  for (int j = threadIdx.x; j < step.layer.key_dim; j += kVerifyThreads) {
+    const float x = query_number(step, row, head, j);
+    if (fabsf(x) <= 3.402823466e+38f) continue;  // false for NaN
+    if (atomicCAS(&step.bad->claimed, 0u, 1u) != 0u) continue;
+    step.bad->source = NumberSource::queries;
+    step.bad->layer = step.layer_index;
+    step.bad->token = row;
+    step.bad->head = head;
+    step.bad->coordinate = j;
+    step.bad->number = x;
+  }
+}
+
+VERKV_DEVICE void add_to(std::int64_t& counter, std::int64_t n) {
+  static_assert(sizeof(unsigned long long) == sizeof(std::int64_t));
+  if (n != 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&counter), static_cast<unsigned long long>(n));
+  }
+}
+
+// Adds the decision of one query head to the layer's counters, and with the first head of a row or
+// of a group what the row or the group adds. Integers: the order of the blocks does not matter.
+VERKV_DEVICE void count_decision(const StepArguments& arguments, const HeadView& view,
+                                 std::int64_t query_head, bool certified, std::int64_t planned) {
+  if (arguments.view.counters == nullptr) return;
+  LayerStatistics& counters = *arguments.view.counters;
+  const LayerView& layer = arguments.view.layer;
+  add_to(counters.steps, query_head % layer.query_heads() == 0);
+  add_to(counters.decisions, 1);
+  add_to(counters.certified, certified);
+  add_to(counters.fetching, planned > 0);
+  add_to(counters.planned_tokens, planned);
+  if (query_head % layer.group != 0) return;
+  const GroupState& group = arguments.workspace.groups[query_head / layer.group];
+  add_to(counters.fetched_tokens, group.fetched);
+  add_to(counters.moved_tokens, group.moved);
+  add_to(counters.moved_bytes, group.moved * layer.row_bytes());
+  add_to(counters.cached_tokens, view.tokens);
+  add_to(counters.resident_tokens, view.residents());
+}
+
 // ---- The kernels --------------------------------------------------------------------------------
 
 // D over H, in order of the slots, added to what L has.
@@ -570,6 +619,7 @@ __global__ void __launch_bounds__(kVerifyThreads)
   }
   const HeadView view =
       step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + pair % layer.kv_heads];
+  check_query(step, row, query_head % layer.query_heads());
   const HeadState& state = ws.heads[query_head];
   const bool usable = state.usable != 0;
   double bound = state.bound;
@@ -587,9 +637,12 @@ __global__ void __launch_bounds__(kVerifyThreads)
     if (threadIdx.x == 0) ws.heads[query_head].beta = beta;
   }
   if (threadIdx.x == 0) {
+    const bool certified =
+        bound < __longlong_as_double(0x7ff0000000000000ll) && bound <= layer.epsilon;
     report[0] = __double_as_longlong(bound);
-    report[1] = bound < __longlong_as_double(0x7ff0000000000000ll) && bound <= layer.epsilon;
+    report[1] = certified;
     report[2] = state.planned;
+    count_decision(arguments, view, query_head, certified, state.planned);
   }
 }
 
@@ -598,15 +651,13 @@ __global__ void __launch_bounds__(kVerifyThreads)
 cudaError_t launch_plan(const StepArguments& arguments, cudaStream_t stream) {
   const unsigned blocks =
       static_cast<unsigned>(arguments.view.rows * arguments.view.layer.query_heads());
-  plan_kernel<<<blocks, kVerifyThreads, 0, stream>>>(arguments);
-  return cudaGetLastError();
+  return launch(plan_kernel, blocks, kVerifyThreads, 0, stream, arguments);
 }
 
 cudaError_t launch_certificate(const StepArguments& arguments, cudaStream_t stream) {
   const unsigned blocks =
       static_cast<unsigned>(arguments.view.rows * arguments.view.layer.query_heads());
-  certificate_kernel<<<blocks, kVerifyThreads, 0, stream>>>(arguments);
-  return cudaGetLastError();
+  return launch(certificate_kernel, blocks, kVerifyThreads, 0, stream, arguments);
 }
 
 }  // namespace verkv::cuda
