@@ -6,6 +6,7 @@
 #include <verkv/attention.hpp>
 #include <verkv/shrinkage.hpp>
 
+#include "compress.hpp"
 #include "device_math.cuh"
 #include "launch.hpp"
 #include "query.cuh"
@@ -117,6 +118,23 @@ VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& v
   }
 }
 
+// A query that is not finite spoils its own head's answer; without this nobody would be told.
+VERKV_DEVICE void check_queries(const StepView& step, std::int64_t row, std::int64_t first_head,
+                                int heads) {
+  const int key_dim = step.layer.key_dim;
+  for (int i = threadIdx.x; i < heads * key_dim; i += kThreads) {
+    const float x = query_number(step, row, first_head + i / key_dim, i % key_dim);
+    if (fabsf(x) <= 3.402823466e+38f) continue;  // false for NaN
+    if (atomicCAS(&step.bad->claimed, 0u, 1u) != 0u) continue;
+    step.bad->source = NumberSource::queries;
+    step.bad->layer = step.layer_index;
+    step.bad->token = row;
+    step.bad->head = first_head + i / key_dim;
+    step.bad->coordinate = i % key_dim;
+    step.bad->number = x;
+  }
+}
+
 // Grid: (rows x KV heads, splits, parts of a group). A thread keeps kUnits times four coordinates.
 template <class Element, int kUnits>
 __global__ void __launch_bounds__(kThreads, kUnits > 1 ? 1 : 2)
@@ -160,6 +178,8 @@ __global__ void __launch_bounds__(kThreads, kUnits > 1 ? 1 : 2)
   const int value_dim = layer.value_dim;
   const std::int64_t residents = view.residents();
   const std::int64_t moved = ws.groups[pair].moved;
+  const std::int64_t first_head = pair % layer.kv_heads * layer.group + first;
+  if (step.bad != nullptr && split == 0) check_queries(step, row, first_head, heads);
   if (tid < heads) {
     tops[tid] = minus_infinity();
     sums[tid] = 0;
@@ -168,8 +188,7 @@ __global__ void __launch_bounds__(kThreads, kUnits > 1 ? 1 : 2)
   if (moved > 0) {
     for (int i = tid; i < heads * shared.query_stride; i += kThreads) {
       const int j = i % shared.query_stride;
-      const std::int64_t head =
-          pair % layer.kv_heads * layer.group + first + i / shared.query_stride;
+      const std::int64_t head = first_head + i / shared.query_stride;
       query[i] = j < key_dim ? layer.scale * query_number(step, row, head, j) : 0.0f;
     }
   }

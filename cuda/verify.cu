@@ -4,9 +4,7 @@
 #include <verkv/certificate.hpp>
 #include <verkv/fetch_plan.hpp>
 
-#include "compress.hpp"
 #include "launch.hpp"
-#include "query.cuh"
 #include "step_kernels.hpp"
 #include "verify_search.cuh"
 #include "verify_sums.cuh"
@@ -263,6 +261,40 @@ class Head {
   const std::uint32_t* fetched_;
 };
 
+// ---- Statistics ---------------------------------------------------------------------------------
+
+VERKV_DEVICE void add_to(std::int64_t& counter, std::int64_t n) {
+  static_assert(sizeof(unsigned long long) == sizeof(std::int64_t));
+  if (n != 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&counter), static_cast<unsigned long long>(n));
+  }
+}
+
+// Reports to the layer's counters, by one thread. Integers: the order of the blocks does not
+// matter.
+VERKV_DEVICE void count_decision(const StepView& step, std::int64_t query_head, bool certified,
+                                 std::int64_t planned) {
+  if (step.counters == nullptr) return;
+  add_to(step.counters->steps, query_head % step.layer.query_heads() == 0);
+  add_to(step.counters->decisions, 1);
+  add_to(step.counters->certified, certified);
+  add_to(step.counters->fetching, planned > 0);
+  add_to(step.counters->planned_tokens, planned);
+}
+
+// Looks everything up anew: kernels have no register left to keep it in.
+VERKV_DEVICE void count_group(const StepView& step, std::int64_t pair) {
+  if (step.counters == nullptr) return;
+  const KvHeadReport& report = step.kv_reports[pair];
+  const int kv_heads = step.layer.kv_heads;
+  const std::int64_t slot = step.slots[pair / kv_heads];
+  add_to(step.counters->fetched_tokens, report.fetched_tokens);
+  add_to(step.counters->moved_tokens, report.moved_tokens);
+  add_to(step.counters->moved_bytes, report.moved_bytes);
+  add_to(step.counters->resident_tokens, report.resident_tokens);
+  add_to(step.counters->cached_tokens, step.heads[slot * kv_heads + pair % kv_heads].tokens);
+}
+
 // ---- What a KV head fetches: the union over its group -------------------------------------------
 
 // Keeps the `limit` tokens of the mask with the largest share of any head's relative variance, ties
@@ -428,52 +460,6 @@ VERKV_DEVICE void plan_group(VerifyShared& shared, const StepArguments& argument
 
 static_assert(sizeof(KvHeadReport) == 40 && sizeof(QueryHeadReport) == 24);
 
-// ---- What outlives the step ---------------------------------------------------------------------
-
-// A query that is not finite spoils its own head's answer without a trace if nobody tells.
-VERKV_DEVICE void check_query(const StepView& step, std::int64_t row, std::int64_t head) {
-  if (step.bad == nullptr) return;
-  for (int j = threadIdx.x; j < step.layer.key_dim; j += kVerifyThreads) {
-    const float x = query_number(step, row, head, j);
-    if (fabsf(x) <= 3.402823466e+38f) continue;  // false for NaN
-    if (atomicCAS(&step.bad->claimed, 0u, 1u) != 0u) continue;
-    step.bad->source = NumberSource::queries;
-    step.bad->layer = step.layer_index;
-    step.bad->token = row;
-    step.bad->head = head;
-    step.bad->coordinate = j;
-    step.bad->number = x;
-  }
-}
-
-VERKV_DEVICE void add_to(std::int64_t& counter, std::int64_t n) {
-  static_assert(sizeof(unsigned long long) == sizeof(std::int64_t));
-  if (n != 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&counter), static_cast<unsigned long long>(n));
-  }
-}
-
-// Adds the decision of one query head to the layer's counters, and with the first head of a row or
-// of a group what the row or the group adds. Integers: the order of the blocks does not matter.
-VERKV_DEVICE void count_decision(const StepArguments& arguments, const HeadView& view,
-                                 std::int64_t query_head, bool certified, std::int64_t planned) {
-  if (arguments.view.counters == nullptr) return;
-  LayerStatistics& counters = *arguments.view.counters;
-  const LayerView& layer = arguments.view.layer;
-  add_to(counters.steps, query_head % layer.query_heads() == 0);
-  add_to(counters.decisions, 1);
-  add_to(counters.certified, certified);
-  add_to(counters.fetching, planned > 0);
-  add_to(counters.planned_tokens, planned);
-  if (query_head % layer.group != 0) return;
-  const GroupState& group = arguments.workspace.groups[query_head / layer.group];
-  add_to(counters.fetched_tokens, group.fetched);
-  add_to(counters.moved_tokens, group.moved);
-  add_to(counters.moved_bytes, group.moved * layer.row_bytes());
-  add_to(counters.cached_tokens, view.tokens);
-  add_to(counters.resident_tokens, view.residents());
-}
-
 // ---- The kernels --------------------------------------------------------------------------------
 
 // D over H, in order of the slots, added to what L has.
@@ -505,7 +491,7 @@ VERKV_DEVICE double add_residents(VerifyShared& shared, const StepArguments& arg
   return shared.total[0];
 }
 
-__global__ void __launch_bounds__(kVerifyThreads) plan_kernel(const StepArguments arguments) {
+__global__ void __launch_bounds__(kVerifyThreads, 1) plan_kernel(const StepArguments arguments) {
   __shared__ VerifyShared shared;
   __shared__ bool is_last;
   const StepView& step = arguments.view;
@@ -619,7 +605,6 @@ __global__ void __launch_bounds__(kVerifyThreads)
   }
   const HeadView view =
       step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + pair % layer.kv_heads];
-  check_query(step, row, query_head % layer.query_heads());
   const HeadState& state = ws.heads[query_head];
   const bool usable = state.usable != 0;
   double bound = state.bound;
@@ -642,7 +627,8 @@ __global__ void __launch_bounds__(kVerifyThreads)
     report[0] = __double_as_longlong(bound);
     report[1] = certified;
     report[2] = state.planned;
-    count_decision(arguments, view, query_head, certified, state.planned);
+    count_decision(step, query_head, certified, state.planned);
+    if (query_head % layer.group == 0) count_group(step, pair);
   }
 }
 
