@@ -227,7 +227,8 @@ class VERKV_API KvCacheManager {
   void redraw(SequenceId sequence, std::uint64_t draw);
 
   // Attention of one query token per row. Allocates nothing. Throws InvalidArgument on a wrong
-  // shape, an unknown or repeated sequence, or a query that is not finite.
+  // shape, an unknown or repeated sequence, or a query that is not finite (queries in a device's
+  // memory: a later call does, see docs/cuda.md).
   void attend(std::int64_t layer, const AttendBatch& batch);
 
   MemoryReport memory() const;

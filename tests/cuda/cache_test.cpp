@@ -794,6 +794,23 @@ TEST_CASE("where pinning is refused pageable memory stands in") {
   }
 }
 
+TEST_CASE("a fault is no refusal of pinning") {
+  device::Device& machine = device::reset_device();
+  const auto cache = verkv::make_cuda_cache(small_config());
+  const SequenceId id = cache->create_sequence();
+  const std::vector<float> rows(2 * 64, 1);
+  const TensorView view = verkv::token_major(rows.data(), DType::f32, 1, 2, 64);
+  machine.fail_call(device::Call::host_malloc, device::Status::launch_failure);
+  try {
+    cache->append(id, 0, view, view);
+    FAIL("no error");
+  } catch (const DeviceError& error) {
+    CHECK(error.code() == cudaErrorLaunchFailure);
+    CHECK(!error.out_of_memory());
+  }
+  REQUIRE_NOTHROW(cache->append(id, 0, view, view));
+}
+
 TEST_CASE("an error that the caller has pending is neither reported nor taken") {
   device::Device& machine = device::reset_device();
   CacheConfig config = small_config();
