@@ -1222,7 +1222,7 @@ struct Story {
   std::vector<Scores> scores;
 };
 
-constexpr std::int64_t kPrefill = 200;
+const std::int64_t kPrefill = backend().thinning > 1 ? 70 : 200;
 constexpr std::int64_t kDecode = 34;
 
 Story make_story(const CacheConfig& config, std::uint64_t seed) {
@@ -1280,7 +1280,10 @@ std::vector<CacheConfig> story_configs() {
     if (kind == 4) config.fetch.limit_tokens = 10;
     configs.push_back(config);
   }
-  if (backend().thinning > 1) configs = {configs[2], configs[3]};
+  if (backend().thinning > 1) {
+    configs = {configs[3]};
+    configs[0].layers[1] = layer_of(1, 5, 128, 128);
+  }
   return configs;
 }
 
@@ -1309,7 +1312,7 @@ TEST_CASE("The size of appended chunks changes no bit") {
   for (const CacheConfig& config : story_configs()) {
     const Story story = make_story(config, 12);
     const Result expected = tell(config, story);
-    for (const std::int64_t chunk : {1, 7, 128}) CHECK(same(tell(config, story, chunk), expected));
+    for (const std::int64_t chunk : {7, 1, 128}) CHECK(same(tell(config, story, chunk), expected));
   }
 }
 
@@ -1317,7 +1320,7 @@ TEST_CASE("A row does not depend on its neighbours in the batch") {
   for (const CacheConfig& config : story_configs()) {
     Random random(13);
     const auto cache = make_cache(config);
-    constexpr std::int64_t kRows = 33;
+    const std::int64_t kRows = backend().thinning > 1 ? 9 : 33;
     std::vector<SequenceId> sequences;
     for (std::int64_t row = 0; row < kRows; ++row) {
       if (row % 8 == 5) {
@@ -1345,7 +1348,7 @@ TEST_CASE("A row does not depend on its neighbours in the batch") {
       for (std::int64_t row = 0; row < kRows; ++row) {
         INFO("row " << row);
         const Result alone = attend(*cache, layer, {sequences[size(row)]}, queries.part(row, 1));
-        CHECK(same(row_of(all, size(row), kRows), alone));
+        CHECK(same(row_of(all, size(row), size(kRows)), alone));
       }
       // In another order, and between other neighbours.
       std::vector<SequenceId> reversed(sequences.rbegin(), sequences.rend());
@@ -1356,12 +1359,13 @@ TEST_CASE("A row does not depend on its neighbours in the batch") {
                   turned.data.begin() + row * shape.query_heads * shape.key_dim);
       }
       const Result other = attend(*cache, layer, reversed, turned);
-      for (std::size_t row = 0; row < kRows; ++row) {
-        CHECK(same(row_of(all, row, kRows), row_of(other, kRows - 1 - row, kRows)));
+      for (std::size_t row = 0; row < size(kRows); ++row) {
+        CHECK(
+            same(row_of(all, row, size(kRows)), row_of(other, size(kRows) - 1 - row, size(kRows))));
       }
       // Padding rows and empty sequences give the empty answer.
       for (const std::size_t row : {std::size_t{5}, std::size_t{3}}) {
-        const Result empty = row_of(all, row, kRows);
+        const Result empty = row_of(all, row, size(kRows));
         for (const float x : empty.output) CHECK(x == 0);
         for (const float x : empty.lse) CHECK(x == -kInfinity);
         for (const QueryHeadReport& query : empty.query)
