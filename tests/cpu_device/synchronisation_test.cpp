@@ -122,8 +122,8 @@ TEST_CASE("Atomics race with plain accesses, not with each other") {
 }
 
 TEST_CASE("An atomic does not hide the same thread's plain write") {
-  const std::string store = "@%p1 st.shared.u32 [tile], 0; ";
-  const std::string add = "atom.shared.add.u32 %r5, [tile], 1; ";
+  const std::string store = "@%p1 st.global.u32 [%q1], 0; ";
+  const std::string add = "atom.global.add.u32 %r5, [%q1], 1; ";
   for (std::uint64_t order = 0; order < 3; ++order) {
     const auto outcome = [&](const std::string& body) {
       return run(entry(body), "k", 64, 64, order);
