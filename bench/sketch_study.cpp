@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <exception>
 #include <functional>
+#include <iterator>
 #include <numeric>
 #include <optional>
 #include <span>
@@ -29,6 +30,7 @@
 #include <verkv/sketch.hpp>
 
 #include "cpu/kernels.hpp"
+#include "rotation.hpp"
 #include "sketch_basis.hpp"
 
 namespace {
@@ -120,11 +122,14 @@ Matrix minmax(const Matrix& keys, int levels, bool channel) {
 enum class Scale { least_squares, length, unbiased };
 
 Vector lloyd_max_levels(int bits) {
-  if (bits == 1) return {-0.7978845608, 0.7978845608};
+  Vector positive;
+  if (bits == 1) positive = {0.7978845608};
+  if (bits == 2) positive.assign(std::begin(verkv::kLloydMax2), std::end(verkv::kLloydMax2));
+  if (bits == 3) positive = {0.2450941789, 0.7560052812, 1.3439092785, 2.1519457045};
+  if (bits == 4) positive.assign(std::begin(verkv::kLloydMax4), std::end(verkv::kLloydMax4));
   Vector levels;
-  const int half = 1 << (bits - 1);
-  for (int i = half; i-- > 0;) levels.push_back(-verkv::lloyd_max_level(bits, i));
-  for (int i = 0; i < half; ++i) levels.push_back(verkv::lloyd_max_level(bits, i));
+  for (std::size_t i = positive.size(); i-- > 0;) levels.push_back(-positive[i]);
+  levels.insert(levels.end(), positive.begin(), positive.end());
   return levels;
 }
 
@@ -235,7 +240,6 @@ Matrix calibrated(const Head& head, int bits, bool with_queries) {
       head.prompt_queries.data(),
       with_queries ? static_cast<std::size_t>(head.prompt_queries.size()) : 0);
   const verkv::SketchBasis basis = verkv::calibrate_sketch(bits, Tokens(head, x), queries, 7);
-  const verkv::SketchLevels levels = verkv::sketch_levels(verkv::SketchKind::calibrated, bits);
   const Index stored = basis.shape.dim;
   const Index d = x.cols();
   const Eigen::Map<const Matrix> encode(basis.encode.data(), stored, d);
@@ -248,12 +252,12 @@ Matrix calibrated(const Head& head, int bits, bool with_queries) {
       static_cast<std::size_t>(verkv::code_storage_bytes(basis.shape, 16)));
   for (Index i = 0; i < y.rows(); ++i) {
     const std::span<const float> row(y.data() + i * stored, static_cast<std::size_t>(stored));
-    const verkv::SketchScale scale =
-        verkv::encode_calibrated(basis.shape, levels, basis.bands, row, codes.data(), 0);
+    const float scale = verkv::to_float(
+        verkv::encode_key(basis.shape, verkv::kSketchLevels, basis.bands, row, codes.data(), 0));
     for (int j = 0; j < basis.shape.dim; ++j) {
-      const int byte =
-          levels.byte_of(basis.shape, j, verkv::unpack_code(basis.shape, codes.data(), 0, j));
-      z(i, j) = verkv::to_float(scale.scale) * static_cast<float>(byte - 127);
+      const int byte = verkv::kSketchLevels.byte_of(
+          basis.shape, j, verkv::unpack_code(basis.shape, codes.data(), 0, j));
+      z(i, j) = scale * static_cast<float>(byte - verkv::kLevelBias);
     }
   }
   Matrix result = z * dual;

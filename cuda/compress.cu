@@ -2,6 +2,7 @@
 // every sum runs in the same order. Compiled without contraction (-fmad=false).
 #include <algorithm>
 #include <cstdint>
+#include <cub/block/block_scan.cuh>
 
 #include <verkv/inclusion.hpp>
 #include <verkv/sample.hpp>
@@ -133,10 +134,9 @@ VERKV_DEVICE float dot_row(const float* row, const float* x, int dim) {
   return lane[0];
 }
 
-// A block takes one group of tokens: all threads load, warps rotate, then one thread a token runs
-// the encoder of sketch.hpp, whose sums are in order, on codes in shared memory.
-// Shared: float [16][row_stride], then the codes of a group.
-template <SketchKind kKind>
+// A block takes one group of tokens: all threads load, warps go to the basis, then one thread a
+// token runs the encoder of sketch.hpp, whose sums are in order, on codes in shared memory. Shared:
+// float [16][row_stride], then the codes of a group.
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(LayerView layer, const HeadView* heads, std::int64_t end, int row_stride) {
   extern __shared__ float shared[];
@@ -150,8 +150,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t row_bytes = dim * static_cast<std::int64_t>(size_bytes(layer.storage));
   for (std::int64_t item = blockIdx.x; item < groups * layer.kv_heads; item += gridDim.x) {
     const HeadView& head = heads[item / groups];
-    SketchShape sketch = layer.sketch;
-    if constexpr (kKind == SketchKind::calibrated) sketch = sketch_of(layer, head);
+    const SketchShape sketch = sketch_of(layer, head);
     const int code_bytes = sketch.code_bytes();
     const std::int64_t base = (first_group + item % groups) * kGroup;
     // Only tokens [from, to) of the group are new.
@@ -160,44 +159,31 @@ __global__ void __launch_bounds__(kThreads)
     const std::byte* keys = head.resident_keys + (head.drawn + base - begin) * row_bytes;
     for (int token = from + thread / 32; token < to; token += kWarps) {
       float* y = shared + token * row_stride;
-      for (int j = thread % 32; j < dim; j += 32) {
-        y[j] = load(keys + token * row_bytes, layer.storage, j);
-        if constexpr (kKind != SketchKind::minmax) y[j] -= head.channel_means[j];
-      }
-      if constexpr (kKind == SketchKind::lloyd_max) rotate_warp(y, dim, layer.signs, thread % 32);
-      if constexpr (kKind == SketchKind::calibrated) {
-        __syncwarp();
-        // Held until all have read y, whose place they take.
-        constexpr int kMost = 16;  // rows of a lane, up to 512 coordinates
-        float x[kMost];
+      for (int j = thread % 32; j < dim; j += 32)
+        y[j] = load(keys + token * row_bytes, layer.storage, j) - head.channel_means[j];
+      __syncwarp();
+      // Held until all have read y, whose place they take.
+      constexpr int kMost = 16;  // rows of a lane, up to 512 coordinates
+      float x[kMost];
 #pragma unroll
-        for (int i = 0; i < kMost; ++i) {
-          const int row = thread % 32 + 32 * i;
-          x[i] = row < sketch.dim
-                     ? dot_row(head.basis_encode + static_cast<std::int64_t>(row) * dim, y, dim)
-                     : 0.0f;
-        }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < kMost; ++i)
-          if (thread % 32 + 32 * i < sketch.dim) y[thread % 32 + 32 * i] = x[i];
+      for (int i = 0; i < kMost; ++i) {
+        const int row = thread % 32 + 32 * i;
+        x[i] = row < sketch.dim
+                   ? dot_row(head.basis_encode + static_cast<std::int64_t>(row) * dim, y, dim)
+                   : 0.0f;
       }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kMost; ++i)
+        if (thread % 32 + 32 * i < sketch.dim) y[thread % 32 + 32 * i] = x[i];
     }
     for (int i = thread; i < kGroup * code_bytes; i += kThreads) codes[i] = 0;
     __syncthreads();
     if (thread >= from && thread < to) {
-      const std::span<const float> y(shared + thread * row_stride, static_cast<std::size_t>(dim));
-      SketchScale scale;
-      if constexpr (kKind == SketchKind::minmax) {
-        scale = encode_minmax(sketch, y, codes, thread);
-        head.offsets[base + thread] = scale.offset;
-      } else if constexpr (kKind == SketchKind::calibrated) {
-        const std::span<const float> x = y.first(static_cast<std::size_t>(sketch.dim));
-        scale = encode_calibrated(sketch, layer.levels, head.sketch_bands, x, codes, thread);
-      } else {
-        scale = encode_lloyd_max(sketch, layer.levels, y, codes, thread);
-      }
-      head.scales[base + thread] = scale.scale;
+      const std::span<const float> x(shared + thread * row_stride,
+                                     static_cast<std::size_t>(sketch.dim));
+      head.scales[base + thread] =
+          encode_key(sketch, layer.levels, head.sketch_bands, x, codes, thread);
     }
     __syncthreads();
     std::uint8_t* out = head.codes + base * code_bytes;
@@ -215,9 +201,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kDrawThreads)
     draw_kernel(const HeadView* heads, DrawKey key, std::int64_t begin, std::int64_t end,
                 std::uint32_t* out_position, std::int64_t stride, std::int64_t* out_count) {
-  __shared__ int warp_count[kDrawThreads / 32];
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  using Scan = cub::BlockScan<int, kDrawThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  __shared__ typename Scan::TempStorage scan;
   const Positive16* odds = heads[blockIdx.x].odds;
   key.kv_head += blockIdx.x;
   std::uint32_t* out = out_position + static_cast<std::int64_t>(blockIdx.x) * stride;
@@ -229,19 +214,10 @@ __global__ void __launch_bounds__(kDrawThreads)
       const double r = probability_from_odds(static_cast<double>(to_float(odds[position])));
       kept = drawn(key, static_cast<std::uint64_t>(position), r);
     }
-    const unsigned votes = __ballot_sync(kWholeWarp, kept);
-    if (lane == 0) warp_count[warp] = __popc(votes);
-    __syncthreads();
     int before = 0;
     int all = 0;
-    for (int w = 0; w < kDrawThreads / 32; ++w) {
-      if (w < warp) before += warp_count[w];
-      all += warp_count[w];
-    }
-    if (kept) {
-      out[written + before + __popc(votes & ((1u << lane) - 1u))] =
-          static_cast<std::uint32_t>(position);
-    }
+    Scan(scan).ExclusiveSum(kept ? 1 : 0, before, all);
+    if (kept) out[written + before] = static_cast<std::uint32_t>(position);
     written += all;
     __syncthreads();
   }
@@ -402,16 +378,7 @@ cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::in
                              (static_cast<std::size_t>(row_stride) * sizeof(float) +
                               static_cast<std::size_t>(layer.sketch.code_bytes()));
   const unsigned blocks = blocks_for((end / kSketchGroup + 1) * layer.kv_heads);
-  if (layer.sketch.kind == SketchKind::minmax) {
-    encode_kernel<SketchKind::minmax>
-        <<<blocks, kThreads, shared, stream>>>(layer, heads, end, row_stride);
-  } else if (layer.sketch.kind == SketchKind::calibrated) {
-    encode_kernel<SketchKind::calibrated>
-        <<<blocks, kThreads, shared, stream>>>(layer, heads, end, row_stride);
-  } else {
-    encode_kernel<SketchKind::lloyd_max>
-        <<<blocks, kThreads, shared, stream>>>(layer, heads, end, row_stride);
-  }
+  encode_kernel<<<blocks, kThreads, shared, stream>>>(layer, heads, end, row_stride);
   return cudaGetLastError();
 }
 

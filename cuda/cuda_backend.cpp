@@ -96,7 +96,6 @@ void pack(const TensorView& view, std::int64_t first, std::int64_t count,
 struct Layer {
   LayerConfig config;
   LayerView view;
-  DeviceBuffer<float> signs;
   DeviceBuffer<HeadView> table;
   // Of all sequences, with room to grow: what grids and workspace of a step are made for.
   std::int64_t most_compressed = 0;
@@ -373,7 +372,7 @@ class CudaBackend final : public Backend {
                        slots_.bytes() + query_staging_.bytes() + output_staging_.bytes() +
                        lse_staging_.bytes() + row_staging_.bytes() + counters_.bytes() +
                        bad_.bytes();
-    for (const Layer& layer : layers_) sum += layer.table.bytes() + layer.signs.bytes();
+    for (const Layer& layer : layers_) sum += layer.table.bytes();
     return sum;
   }
 
@@ -419,19 +418,7 @@ class CudaBackend final : public Backend {
         static_cast<float>(c.scale > 0 ? c.scale : 1 / std::sqrt(static_cast<double>(c.key_dim)));
     view.soft_cap = static_cast<float>(c.soft_cap);
     view.storage = config_.storage;
-    // An exact sketch has no bits, whatever the configuration says; the tables want a number they
-    // know.
-    const int bits = config_.sketch.kind == SketchKind::exact ? 2 : config_.sketch.bits;
-    view.sketch = {config_.sketch.kind, bits, view.key_dim};
-    if (config_.sketch.kind == SketchKind::calibrated)
-      view.sketch = largest_calibrated_shape(bits, view.key_dim);
-    view.levels = sketch_levels(config_.sketch.kind, bits);
-    std::vector<float> signs(2 * size(c.key_dim));
-    rotation_signs(config_.seed, view.key_dim, signs);
-    layer.signs = DeviceBuffer<float>(2 * c.key_dim, "the signs of the rotation");
-    copy_in(layer.signs.data(), signs.data(), signs.size() * sizeof(float));
-    synchronize();
-    view.signs = layer.signs.data();
+    view.sketch = largest_sketch_shape(config_.sketch.kind, config_.sketch.bits, view.key_dim);
     const FetchConfig& fetch = config_.fetch;
     view.mode = fetch.mode;
     view.epsilon = fetch.epsilon;
@@ -739,11 +726,12 @@ class CudaBackend final : public Backend {
       queries = host_copy(queries, copy);
     for (std::int64_t h = 0; h < view.kv_heads; ++h) {
       const std::span<const Positive16> odds(plan.odds.data() + h * plan.count, size(plan.count));
-      bases.push_back(calibrate_sketch(
-          view.sketch.bits, cpu::StoredTokens(store.host_keys(h), odds, plan.importance[size(h)]),
-          cpu::gather_queries(queries, static_cast<std::int64_t>(plan.layer), h * view.group,
-                              view.group),
-          config_.seed));
+      bases.push_back(
+          calibrate_sketch(config_.sketch.bits,
+                           cpu::StoredTokens(store.host_keys(h), odds, plan.importance[size(h)]),
+                           cpu::gather_queries(queries, static_cast<std::int64_t>(plan.layer),
+                                               h * view.group, view.group),
+                           config_.seed));
     }
     return bases;
   }

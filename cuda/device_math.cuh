@@ -89,37 +89,6 @@ VERKV_DEVICE float warp_top(float x) {
   return x;
 }
 
-// detail::hadamard of sketch.hpp by one warp: the same sums and differences of pairs.
-VERKV_DEVICE void hadamard_warp(float* x, int size, int lane) {
-  for (int half = 1; half < size; half *= 2) {
-    for (int pair = lane; pair < size / 2; pair += 32) {
-      const int i = pair / half * (2 * half) + pair % half;
-      const float a = x[i];
-      const float b = x[i + half];
-      x[i] = a + b;
-      x[i + half] = a - b;
-    }
-    __syncwarp();
-  }
-  const float norm = static_cast<float>(1.0 / sqrt(static_cast<double>(size)));
-  for (int i = lane; i < size; i += 32) x[i] *= norm;
-}
-
-// rotate() of sketch.hpp by one warp. Lane i % 32 has written x[i]; what other lanes wrote is there
-// after a __syncwarp.
-VERKV_DEVICE void rotate_warp(float* x, int dim, const float* signs, int lane) {
-  const int size = hadamard_size(dim);
-  for (int i = lane; i < size; i += 32) x[i] *= signs[i];
-  __syncwarp();
-  hadamard_warp(x, size, lane);
-  if (size == dim) return;
-  const int begin = dim - size;
-  __syncwarp();
-  for (int i = begin + lane; i < dim; i += 32) x[i] *= signs[dim + i];
-  __syncwarp();
-  hadamard_warp(x + begin, size, lane);
-}
-
 }  // namespace verkv::cuda
 
 #endif  // VERKV_CUDA_DEVICE_MATH_CUH

@@ -1,6 +1,6 @@
-// First launch of a step: the query is rotated and rounded to bytes, the sketch is streamed once,
-// and every token gets a logit for every query head of its group; so do the residents, exactly.
-// The maxima that the plan's shift is made of come by slice.
+// First launch of a step: the query goes to the sketch's basis and is rounded to bytes, the sketch
+// is streamed once, and every token gets a logit for every query head of its group; so do the
+// residents, exactly. The maxima that the plan's shift is made of come by slice.
 #include <cmath>
 
 #include <verkv/attention.hpp>
@@ -22,7 +22,7 @@ struct Constants {
   std::int32_t sum[kScoreHeads];
 };
 
-// Dynamic shared memory of a block: floats of queries, of rotated queries, bytes of queries.
+// Dynamic shared memory of a block: floats of queries, of the same in the basis, bytes of them.
 struct ScoreShared {
   int query_stride;  // floats
   int code_stride;   // bytes: a multiple of 16, and no two heads' words in one bank
@@ -136,21 +136,11 @@ VERKV_DEVICE void dot_rows(DType type, const std::byte* rows, std::int64_t strid
 
 // ---- Sketched logits on the tensor cores --------------------------------------------------------
 
-// Bits of a kernel for the calibrated sketch: 4 in the first coordinates, then 2.
-constexpr int kMixed = 6;
-
 // Two bytes of 2-bit codes (two tokens) to eight nibbles.
 VERKV_DEVICE unsigned spread_pairs(unsigned x) {
   x = (x | (x << 8)) & 0x00ff00ffu;
   x = (x | (x << 4)) & 0x0f0f0f0fu;
   return (x | (x << 2)) & 0x33333333u;
-}
-
-// Bits 0-3 and 8-11 (two tokens) to bit 0 of eight nibbles.
-VERKV_DEVICE unsigned spread_bits(unsigned x) {
-  x = (x & 0xfu) | ((x & 0xf00u) << 8);
-  x = (x | (x << 6)) & 0x03030303u;
-  return (x | (x << 3)) & 0x11111111u;
 }
 
 // Bytes of (low, high) by the four lowest nibbles of `selector`, each below 8; higher ones are
@@ -170,10 +160,6 @@ VERKV_DEVICE void expand_levels(const unsigned (&level)[4], unsigned low, unsign
   if constexpr (kBits == 2) {
     out[0] = pick_bytes(level[0], level[0], code);
     out[1] = pick_bytes(level[0], level[0], code >> 16);
-  } else if constexpr (kBits == 3) {
-    code |= spread_bits(high) << 2;
-    out[0] = pick_bytes(level[0], level[1], code);
-    out[1] = pick_bytes(level[0], level[1], code >> 16);
   } else {
     const unsigned pairs = spread_pairs(high);
     code |= (pairs & 0x11111111u) << 2;
@@ -196,9 +182,13 @@ VERKV_DEVICE void multiply(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// One step over 32 coordinates, quads c and c + 4 of this thread. kWhole: both are there. kMixed:
-// the first `fine` quads, a multiple of 4 or all of them, have 4 bits, the others 2.
-template <int kBits, bool kWhole>
+// One step over 32 coordinates, quads c and c + 4 of this thread.
+enum class Bits {
+  fine,    // both quads are there and have 4 bits
+  coarse,  // both are there and have 2
+  any      // the first `fine` quads, a multiple of 4 or all of them, have 4, the others 2
+};
+template <Bits kBits>
 VERKV_DEVICE void dot_step(const unsigned (&level)[4], unsigned coarse, int fine,
                            const std::uint8_t* low, const std::uint8_t* high,
                            const std::int8_t* column, int c, int quads, int (&sum)[2][4]) {
@@ -208,29 +198,21 @@ VERKV_DEVICE void dot_step(const unsigned (&level)[4], unsigned coarse, int fine
     const int quad = c + 4 * i;
     unsigned low_word = 0;
     unsigned high_word = 0;
-    if (kWhole || quad < quads) {
+    const bool is_fine = kBits == Bits::fine || (kBits == Bits::any && quad < fine);
+    if (kBits != Bits::any || quad < quads) {
       low_word = *reinterpret_cast<const unsigned*>(low + kSketchGroup * quad);
-      if constexpr (kBits == 3) {
-        high_word = *reinterpret_cast<const unsigned*>(high + kSketchGroup * (quad / 2)) >>
-                    (4 * (quad % 2));
-      }
-      if (kBits == 4 || (kBits == kMixed && quad < fine))
-        high_word = *reinterpret_cast<const unsigned*>(high + kSketchGroup * quad);
+      if (is_fine) high_word = *reinterpret_cast<const unsigned*>(high + kSketchGroup * quad);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       unsigned pair[2];
       const unsigned low_half = (low_word >> (16 * j)) & 0xffffu;
       const unsigned high_half = (high_word >> (16 * j)) & 0xffffu;
-      if constexpr (kBits == kMixed) {
-        if (quad < fine) {
-          expand_levels<4>(level, low_half, high_half, pair);
-        } else {
-          const unsigned only[4] = {coarse, 0, 0, 0};
-          expand_levels<2>(only, low_half, 0, pair);
-        }
+      if (is_fine) {
+        expand_levels<4>(level, low_half, high_half, pair);
       } else {
-        expand_levels<kBits>(level, low_half, high_half, pair);
+        const unsigned only[4] = {coarse, 0, 0, 0};
+        expand_levels<2>(only, low_half, 0, pair);
       }
       a[i][2 * j] = pair[0];
       a[i][2 * j + 1] = pair[1];
@@ -245,7 +227,6 @@ VERKV_DEVICE void dot_step(const unsigned (&level)[4], unsigned coarse, int fine
 // The dots of 32 tokens with eight heads. Thread (g, t) of a warp reads tokens 4g .. 4g + 3, one
 // word of a plane of their group, and gets their dots with heads 2t and 2t + 1: out[token][head -
 // 2t].
-template <int kBits>
 VERKV_DEVICE void sketch_dots(const SketchShape& shape, const unsigned (&level)[4], unsigned coarse,
                               const std::uint8_t* group, const std::int8_t* code, int code_stride,
                               int (&out)[4][2]) {
@@ -253,34 +234,26 @@ VERKV_DEVICE void sketch_dots(const SketchShape& shape, const unsigned (&level)[
   const int g = lane / 4;
   const int t = lane % 4;
   const int quads = shape.low_bytes();
-  const int fine = kBits == kMixed ? shape.high_bytes() : 0;
+  const int fine = shape.high_bytes();
   const std::uint8_t* low = group + g % 4 * 4;
   const std::uint8_t* high = low + kSketchGroup * quads;
   const std::int8_t* column = code + g * code_stride;
   int sum[2][4] = {};
   // Whole steps have no condition, so that their loads are on their way before the first is used.
   const int whole = quads / 8 * 8;
-  if constexpr (kBits == kMixed) {
-    const unsigned only[4] = {coarse, 0, 0, 0};
-    int c = t;  // c - t is the same in the whole warp, which the products need
+  int c = t;  // c - t is the same in the whole warp, which the products need
 #pragma unroll 4
-    for (; c - t + 8 <= fine && c - t < whole; c += 8)
-      dot_step<4, true>(level, 0, 0, low, high, column, c, quads, sum);
-    // At most one step has both kinds, or is cut short while the first kind lasts.
-    if (c - t < fine) {
-      dot_step<kMixed, false>(level, coarse, fine, low, high, column, c, quads, sum);
-      c += 8;
-    }
-#pragma unroll 4
-    for (; c - t < whole; c += 8) dot_step<2, true>(only, 0, 0, low, high, column, c, quads, sum);
-    if (c - t < quads) dot_step<2, false>(only, 0, 0, low, high, column, c, quads, sum);
-  } else {
-#pragma unroll 4
-    for (int c = t; c < whole; c += 8)
-      dot_step<kBits, true>(level, 0, 0, low, high, column, c, quads, sum);
-    if (whole < quads)
-      dot_step<kBits, false>(level, 0, 0, low, high, column, whole + t, quads, sum);
+  for (; c - t + 8 <= fine && c - t < whole; c += 8)
+    dot_step<Bits::fine>(level, coarse, fine, low, high, column, c, quads, sum);
+  // At most one step has both kinds, or is cut short while the first kind lasts.
+  if (c - t < fine) {
+    dot_step<Bits::any>(level, coarse, fine, low, high, column, c, quads, sum);
+    c += 8;
   }
+#pragma unroll 4
+  for (; c - t < whole; c += 8)
+    dot_step<Bits::coarse>(level, coarse, fine, low, high, column, c, quads, sum);
+  if (c - t < quads) dot_step<Bits::any>(level, coarse, fine, low, high, column, c, quads, sum);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     out[2 * i][0] = sum[i][0];
@@ -296,8 +269,8 @@ VERKV_DEVICE unsigned half_word(uint2 x, int i) {
 
 // ---- The kernel ---------------------------------------------------------------------------------
 
-// Grid: (rows x KV heads, splits, parts of a group). kBits 0: the exact sketch.
-template <int kBits>
+// Grid: (rows x KV heads, splits, parts of a group). kSketched: not the exact sketch.
+template <bool kSketched>
 __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments arguments) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Constants constants;
@@ -332,7 +305,7 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
 
   const ScoreShared shared(layer);
   float* query = reinterpret_cast<float*>(memory);
-  float* rotated = query + kScoreHeads * shared.query_stride;
+  float* in_basis = query + kScoreHeads * shared.query_stride;
   std::int8_t* code = reinterpret_cast<std::int8_t*>(memory + shared.code_offset());
   for (int i = tid; i < heads * shared.query_stride; i += kThreads) {
     const int h = i / shared.query_stride;
@@ -344,9 +317,8 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
       x = layer.scale * load_query(step, at);
     }
     query[i] = x;
-    rotated[i] = x;
   }
-  if constexpr (kBits != 0) {
+  if constexpr (kSketched) {
     for (int i = tid; i < kScoreHeads * shared.code_stride / 4; i += kThreads)
       reinterpret_cast<unsigned*>(code)[i] = 0;
   }
@@ -356,31 +328,23 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
     constants.sum[tid] = 0;
   }
   __syncthreads();
-  if constexpr (kBits == kMixed) {
+  if constexpr (kSketched) {
     if (head.compressed > 0) {
       dot_rows(head.basis_query, dim, dim, 0, sketch.dim, query, shared.query_stride, heads,
                dim % 4 == 0, [&](std::int64_t i, int h, float x) {
-                 rotated[h * shared.query_stride + static_cast<int>(i)] = x;
+                 in_basis[h * shared.query_stride + static_cast<int>(i)] = x;
                });
     }
     __syncthreads();
-  }
-  if (kBits != 0 && head.compressed > 0) {
-    const bool centred = sketch.kind != SketchKind::minmax;
-    const bool turned = sketch.kind == SketchKind::lloyd_max;
-    const int coordinates = kBits == kMixed ? sketch.dim : dim;
-    const float unit = kBits == kMixed ? head.basis_unit : layer.levels.unit;
-    for (int task = warp; task < 2 * heads; task += kWarps) {
-      const int h = task % heads;
-      if (task < heads) {
-        float* x = rotated + h * shared.query_stride;
-        if (turned) {
-          rotate_warp(x, dim, layer.signs, lane);
-          __syncwarp();
+    if (head.compressed > 0) {
+      for (int task = warp; task < 2 * heads; task += kWarps) {
+        const int h = task % heads;
+        if (task < heads) {
+          encode_by_warp(in_basis + h * shared.query_stride, sketch.dim, head.basis_unit,
+                         code + h * shared.code_stride, h, constants);
+        } else if (lane == 0) {
+          constants.shift[h] = mean_share(query + h * shared.query_stride, head.channel_means, dim);
         }
-        encode_by_warp(x, coordinates, unit, code + h * shared.code_stride, h, constants);
-      } else if (centred && lane == 0) {
-        constants.shift[h] = mean_share(query + h * shared.query_stride, head.channel_means, dim);
       }
     }
   }
@@ -413,7 +377,7 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
   const std::int64_t each = (units + splits - 1) / splits;
   const std::int64_t begin = min(units, split * each);
   const std::int64_t end = min(units, begin + each);
-  if constexpr (kBits == 0) {
+  if constexpr (!kSketched) {
     const std::int64_t stride = dim + layer.value_dim;
     dot_rows(layer.storage, head.host_rows, stride, dim, begin * kUnitTokens,
              min(head.compressed, end * kUnitTokens), query, shared.query_stride, heads,
@@ -435,22 +399,18 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
     const unsigned coarse = layer.levels.coarse_byte[0] | (layer.levels.coarse_byte[1] << 8) |
                             (layer.levels.coarse_byte[2] << 16) |
                             (static_cast<unsigned>(layer.levels.coarse_byte[3]) << 24);
-    const bool offsets = sketch.kind == SketchKind::minmax;
     for (std::int64_t unit = begin + warp; unit < end; unit += kWarps) {
       const std::int64_t token = unit * kUnitTokens + 4 * g;
       const std::int64_t group = token / kSketchGroup;
       const bool there = group * kSketchGroup < head.compressed;
       int dot[4][2];
       // A group that is not there is read as the one before it, which is.
-      sketch_dots<kBits>(
-          sketch, level, coarse,
-          head.codes + (there ? group : group - 1) * (kSketchGroup * sketch.code_bytes()), code,
-          shared.code_stride, dot);
+      sketch_dots(sketch, level, coarse,
+                  head.codes + (there ? group : group - 1) * (kSketchGroup * sketch.code_bytes()),
+                  code, shared.code_stride, dot);
       if (!there) continue;
       const uint2 scale = *reinterpret_cast<const uint2*>(head.scales + token);
       const uint2 odds = *reinterpret_cast<const uint2*>(head.odds + token);
-      uint2 offset = make_uint2(0, 0);
-      if (offsets) offset = *reinterpret_cast<const uint2*>(head.offsets + token);
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
         const int h = 2 * t + column;
@@ -458,9 +418,8 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments ar
         float logit[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float x = sketch_logit(sketch, dot[j][column], constants.sum[h],
+          const float x = sketch_logit(dot[j][column], constants.sum[h],
                                        Positive16{static_cast<std::uint16_t>(half_word(scale, j))},
-                                       BFloat16{static_cast<std::uint16_t>(half_word(offset, j))},
                                        constants.factor[h], constants.shift[h]);
           logit[j] = soft_capped(x, layer.soft_cap);
           if (token + j < head.compressed && half_word(odds, j) < kPositive16Infinity.bits)
@@ -497,16 +456,8 @@ cudaError_t launch_scores(const StepArguments& arguments, cudaStream_t stream) {
     kernel<<<grid, kThreads, shared, stream>>>(arguments);
     return cudaGetLastError();
   };
-  if (layer.sketch.kind == SketchKind::exact) return launch(scores_kernel<0>);
-  if (layer.sketch.kind == SketchKind::calibrated) return launch(scores_kernel<kMixed>);
-  switch (layer.sketch.bits) {
-    case 2:
-      return launch(scores_kernel<2>);
-    case 3:
-      return launch(scores_kernel<3>);
-    default:
-      return launch(scores_kernel<4>);
-  }
+  return layer.sketch.kind == SketchKind::exact ? launch(scores_kernel<false>)
+                                                : launch(scores_kernel<true>);
 }
 
 }  // namespace verkv::cuda

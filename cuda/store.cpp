@@ -71,7 +71,6 @@ void LayerStore::set_views() {
     view.host_rows = host_.device() + h * host_capacity_ * layer_->row_bytes();
     view.codes = codes_.data() + h * sketch_capacity_ * code_bytes();
     view.scales = scales_.data() + h * sketch_capacity_;
-    view.offsets = offsets_.data() == nullptr ? nullptr : offsets_.data() + h * sketch_capacity_;
     view.odds = odds_.data() + h * sketch_capacity_;
     view.channel_means = channel_means_.data() + h * round_up(layer_->key_dim, 4);
   }
@@ -197,10 +196,8 @@ void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
     DeviceBuffer<Positive16> odds(heads() * capacity, "odds");
     DeviceBuffer<std::uint8_t> codes(heads() * capacity * code_bytes(), "codes");
     DeviceBuffer<Positive16> scales(coded ? heads() * capacity : 0, "scales");
-    DeviceBuffer<BFloat16> offsets(sketch.kind == SketchKind::minmax ? heads() * capacity : 0,
-                                   "offsets");
     DeviceBuffer<float> means;
-    if (coded && sketch.kind != SketchKind::minmax && channel_means_.size() == 0) {
+    if (coded && channel_means_.size() == 0) {
       means = DeviceBuffer<float>(heads() * round_up(layer_->key_dim, 4), "channel means");
     }
     // A step reads whole groups, so what pads the last one is written too.
@@ -211,7 +208,6 @@ void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
     clear(odds);
     clear(codes);
     clear(scales);
-    clear(offsets);
     const std::int64_t used = compressed();
     copy_heads(odds.data(), capacity, odds_.data(), sketch_capacity_, used, heads(), stream);
     if (coded) {
@@ -220,17 +216,12 @@ void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
                  round_up(used, kSketchGroup) * code, heads(), stream);
       copy_heads(scales.data(), capacity, scales_.data(), sketch_capacity_, used, heads(), stream);
     }
-    if (offsets.size() > 0) {
-      copy_heads(offsets.data(), capacity, offsets_.data(), sketch_capacity_, used, heads(),
-                 stream);
-    }
     VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
     // The old blocks go at the end of this scope. The table names them until it is rewritten, which
     // the caller does before it enqueues anything more.
     odds_.swap(odds);
     codes_.swap(codes);
     scales_.swap(scales);
-    offsets_.swap(offsets);
     if (means.size() > 0) channel_means_.swap(means);
     sketch_capacity_ = capacity;
     set_views();
@@ -308,12 +299,8 @@ LayerStore::Change LayerStore::compress(std::span<const Positive16> odds,
   VERKV_CUDA_CHECK(cudaMemcpy2DAsync(odds_.data() + begin, size(sketch_capacity_) * 2, odds.data(),
                                      size(count) * 2, size(count) * 2, size(heads()),
                                      cudaMemcpyHostToDevice, stream));
-  if ((layer_->sketch.kind == SketchKind::lloyd_max ||
-       layer_->sketch.kind == SketchKind::calibrated) &&
-      begin == 0) {
-    VERKV_CUDA_CHECK(launch_channel_means(*layer_, table, end, stream));
-  }
   if (layer_->sketch.kind != SketchKind::exact) {
+    if (begin == 0) VERKV_CUDA_CHECK(launch_channel_means(*layer_, table, end, stream));
     VERKV_CUDA_CHECK(launch_encode(*layer_, table, end, stream));
   }
   VERKV_CUDA_CHECK(
@@ -430,24 +417,18 @@ void LayerStore::add_memory(MemoryReport& report) const {
   for (const HeadView& view : views_) residents += view.residents();
   used.resident_bytes = residents * (key_bytes() + value_bytes());
   if (end > 0 && sketch.kind != SketchKind::exact) {
-    std::int64_t codes = heads() * code_storage_bytes(sketch, end);
-    if (sketch.kind == SketchKind::calibrated) {
-      codes = 0;
-      for (const SketchBasis& basis : bases_) {
-        codes += code_storage_bytes(basis.shape, end);
-        used.basis_bytes += static_cast<std::int64_t>(basis.encode.size() * sizeof(float));
-      }
+    std::int64_t codes = 0;
+    for (const SketchBasis& basis : bases_) {
+      codes += code_storage_bytes(basis.shape, end);
+      used.basis_bytes += static_cast<std::int64_t>(basis.encode.size() * sizeof(float));
     }
-    used.sketch_bytes = codes + heads() * padded * (sketch.kind == SketchKind::minmax ? 4 : 2) +
-                        (channel_means_.size() > 0 ? 4 * heads() * layer_->key_dim : 0) +
-                        basis_query_.bytes();
+    used.sketch_bytes = codes + heads() * (2 * padded + 4 * layer_->key_dim) + basis_query_.bytes();
   }
   used.metadata_bytes = 4 * residents + heads() * (2 * padded + 8 * (tokens() - end));
   const std::int64_t allocated = host_.bytes() + resident_keys_.bytes() + resident_values_.bytes() +
                                  resident_position_.bytes() + window_square_.bytes() +
                                  window_steps_.bytes() + codes_.bytes() + scales_.bytes() +
-                                 offsets_.bytes() + odds_.bytes() + channel_means_.bytes() +
-                                 basis_query_.bytes();
+                                 odds_.bytes() + channel_means_.bytes() + basis_query_.bytes();
   report.host_bytes += used.host_bytes;
   report.resident_bytes += used.resident_bytes;
   report.sketch_bytes += used.sketch_bytes;

@@ -114,7 +114,6 @@ class LayerStore {
   std::int64_t sketch_capacity_ = 0;  // tokens of each head, whole groups
   DeviceBuffer<std::uint8_t> codes_;
   DeviceBuffer<Positive16> scales_;
-  DeviceBuffer<BFloat16> offsets_;
   DeviceBuffer<Positive16> odds_;
   DeviceBuffer<float> channel_means_;
   std::vector<SketchBasis> bases_;  // [KV head], calibrated

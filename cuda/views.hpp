@@ -18,7 +18,7 @@ namespace verkv::cuda {
 // Positions [0, compressed) have sketch and odds; of them the first `drawn` resident slots hold
 // those drawn, in order of position. Positions [compressed, tokens) are the local window, in the
 // resident slots that follow: residents = drawn + tokens - compressed.
-// Every array starts at a multiple of 16 bytes: kernels read codes, scales, offsets and odds by
+// Every array starts at a multiple of 16 bytes: kernels read codes, scales and odds by
 // words and rows by 16 bytes where their parts are multiples of that.
 struct HeadView {
   std::int64_t tokens = 0;
@@ -34,10 +34,9 @@ struct HeadView {
   // Fast tier, by position; whole groups of 16 are readable.
   std::uint8_t* codes = nullptr;
   Positive16* scales = nullptr;
-  BFloat16* offsets = nullptr;  // minmax only
   Positive16* odds = nullptr;
   float* channel_means = nullptr;
-  // calibrated: the form of the head's codes, and its basis (src/sketch_basis.hpp).
+  // The form of the head's codes, and its basis (src/sketch_basis.hpp).
   std::int32_t sketch_dim = 0;
   std::int32_t sketch_fine = 0;
   SketchBands sketch_bands;
@@ -60,9 +59,8 @@ struct LayerView {
   float scale = 1;
   float soft_cap = 0;  // 0: none
   DType storage = DType::f16;
-  SketchShape sketch;  // calibrated: the largest; each head has its own
-  SketchLevels levels;
-  const float* signs = nullptr;  // of the rotation, 2 * key_dim, device memory
+  SketchShape sketch;                   // the largest; each head has its own
+  SketchLevels levels = kSketchLevels;  // device code cannot index constants of the host
   FetchMode mode = FetchMode::verified;
   double epsilon = kOff;
   double log_term = 0;  // log(2 / delta), computed on the host
@@ -103,8 +101,8 @@ struct StepView {
 
 // The form of a head's codes.
 VERKV_HD inline SketchShape sketch_of(const LayerView& layer, const HeadView& head) {
-  if (layer.sketch.kind != SketchKind::calibrated) return layer.sketch;
-  return {SketchKind::calibrated, layer.sketch.bits, head.sketch_dim, head.sketch_fine};
+  if (layer.sketch.kind == SketchKind::exact) return layer.sketch;
+  return {layer.sketch.kind, head.sketch_dim, head.sketch_fine};
 }
 
 }  // namespace verkv::cuda

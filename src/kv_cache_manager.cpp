@@ -146,12 +146,8 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   if (config.local_tokens < 0) add("{} local tokens; cannot be negative", config.local_tokens);
   if (config.chunk_tokens < 0) add("{} chunk tokens; cannot be negative", config.chunk_tokens);
   const SketchConfig& sketch = config.sketch;
-  if ((sketch.kind == SketchKind::lloyd_max || sketch.kind == SketchKind::calibrated) &&
-      (sketch.bits < 2 || sketch.bits > 4)) {
+  if (sketch.kind == SketchKind::calibrated && (sketch.bits < 2 || sketch.bits > 4)) {
     add("a sketch of {} bits; 2, 3 and 4 are supported", sketch.bits);
-  }
-  if (sketch.kind == SketchKind::minmax && sketch.bits != 2) {
-    add("a min-max sketch of {} bits; only 2 is supported", sketch.bits);
   }
   const FetchConfig& fetch = config.fetch;
   if (fetch.epsilon != kOff && !in_open_unit(fetch.epsilon)) {
@@ -187,14 +183,12 @@ double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType st
   if (layer.key_dim < 1 || layer.value_dim < 1) {
     invalid("head sizes {} and {}; both must be positive", layer.key_dim, layer.value_dim);
   }
-  // The matrices of a calibrated sketch are of one sequence, not of a token: not counted here.
-  const SketchKind kind =
-      sketch.kind == SketchKind::calibrated ? SketchKind::lloyd_max : sketch.kind;
-  const SketchShape shape{kind, sketch.bits, static_cast<int>(layer.key_dim)};
   const double full = static_cast<double>(layer.key_dim + layer.value_dim) *
                       static_cast<double>(size_bytes(storage));
-  // Per token: sketch and odds. Per resident: its row and its 4-byte position.
-  const double fixed = static_cast<double>(shape.token_bytes()) + 2;
+  // Per token: codes and scale of the sketch, and odds; per resident: its row and its 4-byte
+  // position. The matrices of the sketch are of one sequence, not of a token: not counted.
+  const double code_bits = static_cast<double>((layer.key_dim + 3) / 4 * 4 * sketch.bits);
+  const double fixed = (sketch.kind == SketchKind::exact ? 0 : code_bits / 8 + 2) + 2;
   const double keep = (fast_share * full - fixed) / (full + 4);
   if (!(keep > 0)) {
     invalid("a fast share of {} cannot hold the sketch; it needs more than {:.4f}", fast_share,

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstddef>
 
+#include "rotation.hpp"
+
 namespace verkv {
 namespace {
 
@@ -19,7 +21,7 @@ constexpr double kIsotropic = 0.8;
 constexpr double kFineError = 0.009497;
 constexpr double kCoarseError = 0.1175;
 // A whole block of the kernels.
-constexpr int kFineUnit = 16;
+constexpr int kFineBlock = 16;
 
 int coarse_dims(int bits, int key_dim, int fine) {
   return std::min(key_dim - fine, (bits * key_dim - 4 * fine) / 2);
@@ -29,7 +31,7 @@ int coarse_dims(int bits, int key_dim, int fine) {
 template <class F>
 void each_split(int bits, int key_dim, F&& f) {
   if (bits == 4) return f(key_dim, 0);
-  for (int fine = 0; fine <= key_dim && 4 * fine <= bits * key_dim; fine += kFineUnit)
+  for (int fine = 0; fine <= key_dim && 4 * fine <= bits * key_dim; fine += kFineBlock)
     f(fine, coarse_dims(bits, key_dim, fine));
 }
 
@@ -121,8 +123,9 @@ void rotate_rows(Matrix& m, Index begin, Index rows, std::uint64_t seed) {
 
 }  // namespace
 
-SketchShape largest_calibrated_shape(int bits, int key_dim) {
-  SketchShape shape{SketchKind::calibrated, bits, 0, 0};
+SketchShape largest_sketch_shape(SketchKind kind, int bits, int key_dim) {
+  if (kind == SketchKind::exact) return {kind, key_dim, 0};
+  SketchShape shape;
   each_split(bits, key_dim, [&](int fine, int coarse) {
     shape.dim = std::max(shape.dim, fine + coarse);
     shape.fine = std::max(shape.fine, fine);
@@ -148,7 +151,6 @@ SketchBasis calibrate_sketch(int bits, const CalibrationTokens& tokens,
   // Keys all alike say nothing: every direction counts the same.
   const double even = variance.mean() > 0 ? variance.mean() : 1;
   SketchBasis basis;
-  basis.shape = {SketchKind::calibrated, bits, 0, 0};
   double least = 0;
   each_split(bits, dim, [&](int fine, int coarse) {
     double error = 0;
@@ -185,8 +187,8 @@ SketchBasis calibrate_sketch(int bits, const CalibrationTokens& tokens,
     query.middleRows(begin, rows) *= rms * unit;
     return rms;
   };
-  const double fine_rms = band(0, fine, kLloydMax4[7] / 127);
-  const double coarse_rms = band(fine, stored - fine, kLloydMax2[1] / 127);
+  const double fine_rms = band(0, fine, kFineUnit);
+  const double coarse_rms = band(fine, stored - fine, kCoarseUnit);
   const double both = std::max(fine_rms, coarse_rms);
   basis.bands.fine_square = static_cast<float>(std::pow(fine_rms / both, 2));
   basis.bands.coarse_square = static_cast<float>(std::pow(coarse_rms / both, 2));

@@ -23,8 +23,8 @@ struct SketchBasis {
   std::vector<Half> query;    // [shape.dim][key dim], largest entry about 1; every step: fast tier
 };
 
-// The most coordinates and code bytes a basis of that many bits can have.
-VERKV_API SketchShape largest_calibrated_shape(int bits, int key_dim);
+// The most coordinates and code bytes a basis of that many bits can have; exact: no codes.
+VERKV_API SketchShape largest_sketch_shape(SketchKind kind, int bits, int key_dim);
 
 // What calibrate_sketch is given of one head.
 struct CalibrationTokens {

@@ -358,10 +358,8 @@ TEST_CASE("rows: vectors give the bits of the scalar kernels", "[kernels]") {
 // One call of sketch_logits and its inputs.
 struct SketchCase {
   verkv::SketchShape shape;
-  verkv::SketchLevels levels;
   std::vector<std::uint8_t> codes;
   std::vector<Positive16> scale;
-  std::vector<BFloat16> offset;
   std::vector<Positive16> odds;
   std::int64_t count = 0;
   int heads = 0;
@@ -370,12 +368,9 @@ struct SketchCase {
   std::vector<HeadConstants> constants;
   std::int64_t out_stride = 0;
 
-  SketchCase(verkv::SketchKind kind, int code_bits, int dim, std::int64_t tokens, int query_heads,
-             bool with_nan, int fine = 0) {
-    Random random(
-        static_cast<std::uint32_t>(dim * 1009 + tokens * 17 + query_heads * 5 + code_bits));
-    shape = {kind, code_bits, dim, fine};
-    levels = verkv::sketch_levels(kind, code_bits);
+  SketchCase(int dim, int fine, std::int64_t tokens, int query_heads, bool with_nan) {
+    Random random(static_cast<std::uint32_t>(dim * 1009 + tokens * 17 + query_heads * 5 + fine));
+    shape = {verkv::SketchKind::calibrated, dim, fine};
     count = tokens;
     heads = query_heads;
     // Any byte is a code.
@@ -383,13 +378,11 @@ struct SketchCase {
     for (std::uint8_t& x : codes) x = static_cast<std::uint8_t>(random.below(256));
     odds = random_odds(random, count);
     scale.resize(odds.size(), Positive16{0xffff});
-    offset.resize(odds.size(), BFloat16{0xffff});
     for (std::int64_t i = 0; i < count; ++i) {
       scale[size(i)] = random.one_in(16)
                            ? Positive16{0}
                            : verkv::to_positive16(static_cast<float>(random.uniform(0, 3)));
       if (with_nan && random.one_in(8)) scale[size(i)] = verkv::to_positive16(kNaN);
-      offset[size(i)] = verkv::to_bfloat16(static_cast<float>(random.uniform(-4, 4)));
     }
     q_stride = shape.padded_dim() + 1;
     q.resize(size(heads * q_stride), std::int8_t{99});
@@ -413,10 +406,8 @@ struct SketchCase {
   void run(const Kernels& kernels, std::vector<float>& out, std::vector<float>& largest) const {
     out.assign(size(heads * out_stride), 7.0f);
     largest.assign(size(heads), 7.0f);
-    kernels.sketch_logits(shape, levels, codes.data(), scale.data(),
-                          shape.kind == verkv::SketchKind::minmax ? offset.data() : nullptr,
-                          odds.data(), count, q.data(), heads, q_stride, constants.data(),
-                          out.data(), out_stride, largest.data());
+    kernels.sketch_logits(shape, codes.data(), scale.data(), odds.data(), count, q.data(), heads,
+                          q_stride, constants.data(), out.data(), out_stride, largest.data());
     // What lies past count is nobody's.
     for (int h = 0; h < heads; ++h) {
       std::fill(out.begin() + h * out_stride + count, out.begin() + (h + 1) * out_stride, 7.0f);
@@ -424,11 +415,9 @@ struct SketchCase {
   }
 };
 
-void check_sketch(verkv::SketchKind kind, int code_bits, int dim, std::int64_t count, int heads,
-                  bool with_nan, int fine = 0) {
-  INFO("kind " << static_cast<int>(kind) << ", " << code_bits << " bits, dim " << dim << ", fine "
-               << fine << ", count " << count << ", heads " << heads);
-  const SketchCase test(kind, code_bits, dim, count, heads, with_nan, fine);
+void check_sketch(int dim, int fine, std::int64_t count, int heads, bool with_nan) {
+  INFO("dim " << dim << ", fine " << fine << ", count " << count << ", heads " << heads);
+  const SketchCase test(dim, fine, count, heads, with_nan);
   std::vector<float> expected, expected_largest;
   test.run(verkv::cpu::scalar_kernels(), expected, expected_largest);
   for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
@@ -441,47 +430,27 @@ void check_sketch(verkv::SketchKind kind, int code_bits, int dim, std::int64_t c
 }
 
 TEST_CASE("sketch_logits: vectors give the bits of the scalar kernel", "[kernels]") {
-  using verkv::SketchKind;
-  const std::vector<std::pair<SketchKind, int>> kinds = {{SketchKind::lloyd_max, 2},
-                                                         {SketchKind::lloyd_max, 3},
-                                                         {SketchKind::lloyd_max, 4},
-                                                         {SketchKind::minmax, 2}};
-  SECTION("every dim and number of heads") {
-    for (const auto& [kind, code_bits] : kinds) {
-      for (const int dim : kDims) {
-        for (int heads = 1; heads <= verkv::cpu::kMaxHeads; ++heads) {
-          check_sketch(kind, code_bits, dim, 53, heads, heads == 5);
-        }
-      }
-    }
-  }
-  SECTION("calibrated: every split into coordinates of 4 and of 2 bits") {
+  SECTION("every split into coordinates of 4 and of 2 bits, every number of heads") {
     for (const int dim : kDims) {
-      for (int heads = 1; heads <= verkv::cpu::kMaxHeads; heads += heads == 4 ? 4 : 1) {
-        for (int fine = 0; fine < dim; fine += 16)
-          check_sketch(SketchKind::calibrated, 2, dim, 53, heads, heads == 3, fine);
-        check_sketch(SketchKind::calibrated, 4, dim, 53, heads, heads == 3, dim);
+      for (int heads = 1; heads <= verkv::cpu::kMaxHeads; ++heads) {
+        for (int fine = 0; fine < dim; fine += 16) check_sketch(dim, fine, 53, heads, heads == 5);
+        check_sketch(dim, dim, 53, heads, heads == 5);
       }
     }
   }
   SECTION("every count") {
-    for (const std::int64_t count : kCounts)
-      check_sketch(SketchKind::calibrated, 2, 48, count, 3, false, 16);
-    for (const auto& [kind, code_bits] : kinds) {
-      for (const std::int64_t count : kCounts) {
-        check_sketch(kind, code_bits, 64, count, 3, false);
-        check_sketch(kind, code_bits, 28, count, 1, true);
-      }
+    for (const std::int64_t count : kCounts) {
+      for (const int fine : {0, 16, 48}) check_sketch(48, fine, count, 3, false);
+      for (const int fine : {0, 16, 28}) check_sketch(28, fine, count, 1, true);
     }
   }
   SECTION("dims past the tables of the vector kernels") {
-    check_sketch(SketchKind::lloyd_max, 2, 1024, 33, 4, false);
-    check_sketch(SketchKind::lloyd_max, 4, 1024, 33, 3, false);
-    check_sketch(SketchKind::lloyd_max, 3, 1025, 33, 2, false);
-    check_sketch(SketchKind::minmax, 2, 1100, 33, 1, false);
+    check_sketch(1024, 0, 33, 4, false);
+    check_sketch(1024, 1024, 33, 3, false);
+    check_sketch(1025, 512, 33, 2, false);
   }
   SECTION("no token with finite odds") {
-    SketchCase test(SketchKind::lloyd_max, 2, 64, 40, 2, false);
+    SketchCase test(64, 16, 40, 2, false);
     for (Positive16& x : test.odds) x = verkv::kPositive16Infinity;
     for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
       INFO(kernels->name);
@@ -491,7 +460,7 @@ TEST_CASE("sketch_logits: vectors give the bits of the scalar kernel", "[kernels
     }
   }
   SECTION("a largest logit of 0 has no sign") {
-    SketchCase test(SketchKind::lloyd_max, 2, 16, 16, 1, false);
+    SketchCase test(16, 0, 16, 1, false);
     for (Positive16& x : test.odds) x = Positive16{0};
     for (Positive16& x : test.scale) x = Positive16{0};
     test.constants[0].shift = -0.0f;
@@ -840,17 +809,10 @@ TEST_CASE("scalar rows agree with double", "[kernels]") {
 }
 
 TEST_CASE("scalar sketch logits agree with double", "[kernels]") {
-  using verkv::SketchKind;
-  for (const auto& [kind, code_bits] :
-       std::vector<std::pair<SketchKind, int>>{{SketchKind::lloyd_max, 2},
-                                               {SketchKind::lloyd_max, 3},
-                                               {SketchKind::lloyd_max, 4},
-                                               {SketchKind::calibrated, 2},
-                                               {SketchKind::minmax, 2}}) {
-    for (const int dim : kDims) {
-      const int fine = kind == SketchKind::calibrated ? dim / 3 / 16 * 16 : 0;
-      INFO("kind " << static_cast<int>(kind) << ", " << code_bits << " bits, dim " << dim);
-      const SketchCase test(kind, code_bits, dim, 50, 2, false, fine);
+  for (const int dim : kDims) {
+    for (const int fine : {0, dim / 3 / 16 * 16, dim}) {
+      INFO("dim " << dim << ", fine " << fine);
+      const SketchCase test(dim, fine, 50, 2, false);
       std::vector<float> out, largest;
       test.run(verkv::cpu::scalar_kernels(), out, largest);
       for (int h = 0; h < test.heads; ++h) {
@@ -865,31 +827,18 @@ TEST_CASE("scalar sketch logits agree with double", "[kernels]") {
             const unsigned pair = static_cast<unsigned>(2 * (j % 4));
             unsigned code = (unsigned{test.codes[group + size(j / 4 * 16) + lane]} >> pair) & 3u;
             const std::size_t high = group + size(16 * ((test.shape.padded_dim() + 3) / 4));
-            if (code_bits == 3) {
-              const unsigned single = static_cast<unsigned>(j % 8);
-              code += 4 * ((unsigned{test.codes[high + size(j / 8 * 16) + lane]} >> single) & 1u);
-            }
-            if (code_bits == 4 || j < fine) {
+            if (j < fine)
               code += 4 * ((unsigned{test.codes[high + size(j / 4 * 16) + lane]} >> pair) & 3u);
-            }
-            const bool coarse = kind == SketchKind::calibrated && j >= fine;
-            const int level = kind == SketchKind::minmax ? static_cast<int>(code)
-                              : coarse ? static_cast<int>(test.levels.coarse_byte[code]) - 127
-                                       : static_cast<int>(test.levels.byte[code]) - 127;
+            const int level = verkv::kSketchLevels.byte_of(test.shape, j, code) - verkv::kLevelBias;
             dot += level * test.q[size(h * test.q_stride + j)];
           }
           const double scaled =
               static_cast<double>(verkv::to_float(test.scale[size(i)])) * static_cast<double>(dot);
-          const double start = kind == SketchKind::minmax
-                                   ? static_cast<double>(verkv::to_float(test.offset[size(i)])) *
-                                         static_cast<double>(head.query_sum)
-                                   : 0.0;
           const double factor = static_cast<double>(head.factor);
-          const double logit = factor * (start + scaled) + static_cast<double>(head.shift);
-          // At most three roundings of each term, one of the result.
+          const double logit = factor * scaled + static_cast<double>(head.shift);
+          // Two roundings of the product, one of the result.
           const double tolerance =
-              1.01 * kRound *
-              (3 * factor * (std::fabs(start) + std::fabs(scaled)) + std::fabs(logit) + 1e-30);
+              1.01 * kRound * (2 * factor * std::fabs(scaled) + std::fabs(logit) + 1e-30);
           const float actual = out[size(h * test.out_stride + i)];
           check_near("logit", logit, static_cast<double>(actual), tolerance);
           if (test.odds[size(i)].bits < verkv::kPositive16Infinity.bits) {

@@ -12,18 +12,18 @@
 
 namespace {
 
+using verkv::kCoarseUnit;
+using verkv::kFineUnit;
+using verkv::kSketchLevels;
+using verkv::Positive16;
 using verkv::SketchBasis;
 using verkv::SketchKind;
-using verkv::SketchLevels;
-using verkv::SketchScale;
 using verkv::SketchShape;
 using verkv::reference::Random;
 using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 
 constexpr int kDims[] = {1, 4, 7, 33, 64, 80, 96, 100, 112, 128, 256};
-constexpr double kFineUnit = verkv::kLloydMax4[7] / 127;
-constexpr double kCoarseUnit = verkv::kLloydMax2[1] / 127;
 
 // Keys whose mean is 0 by construction of the caller.
 class Keys final : public verkv::CalibrationTokens {
@@ -111,22 +111,21 @@ std::vector<std::uint8_t> room_for_one(const SketchShape& shape) {
                                    0xa5);
 }
 
-SketchLevels levels() { return verkv::sketch_levels(SketchKind::calibrated, 2); }
-
 // q.k as the sketch has it, without rounding the query.
 double sketched(const SketchBasis& basis, const Floats& key, const Floats& q) {
   auto codes = room_for_one(basis.shape);
   const Floats x = coordinates(basis, key);
-  const SketchScale scale =
-      verkv::encode_calibrated(basis.shape, levels(), basis.bands, x, codes.data(), 0);
+  const Positive16 scale =
+      verkv::encode_key(basis.shape, kSketchLevels, basis.bands, x, codes.data(), 0);
   const Doubles p = query_coordinates(basis, q);
   double sum = 0;
   for (int i = 0; i < basis.shape.dim; ++i) {
     sum += p[static_cast<std::size_t>(i)] *
-           (levels().byte_of(basis.shape, i, verkv::unpack_code(basis.shape, codes.data(), 0, i)) -
+           (kSketchLevels.byte_of(basis.shape, i,
+                                  verkv::unpack_code(basis.shape, codes.data(), 0, i)) -
             127);
   }
-  return sum * static_cast<double>(verkv::to_float(scale.scale));
+  return sum * static_cast<double>(verkv::to_float(scale));
 }
 
 // ---- The basis ----
@@ -148,7 +147,7 @@ TEST_CASE("a basis spends no more bits than asked for, in whole blocks") {
         CHECK(s.fine <= s.dim);
         CHECK(basis.encode.size() == static_cast<std::size_t>(s.dim * dim));
         CHECK(basis.query.size() == basis.encode.size());
-        const SketchShape most = verkv::largest_calibrated_shape(bits, dim);
+        const SketchShape most = verkv::largest_sketch_shape(SketchKind::calibrated, bits, dim);
         CHECK(s.dim <= most.dim);
         CHECK(s.fine <= most.fine);
       }
@@ -331,8 +330,8 @@ TEST_CASE("codes are the nearest levels at the best of the trial scales, for key
         if (trial % 5 == 0) std::fill(key.begin(), key.end(), static_cast<float>(size));
         if (trial % 5 == 1) key[3] *= 1000;
         const Floats x = coordinates(basis, key);
-        const SketchScale stored =
-            verkv::encode_calibrated(shape, levels(), basis.bands, x, codes.data(), 0);
+        const Positive16 stored =
+            verkv::encode_key(shape, kSketchLevels, basis.bands, x, codes.data(), 0);
 
         // Brute force in double: levels by distance, explained square by trial scale.
         const auto band = [&](int i) {
@@ -349,18 +348,16 @@ TEST_CASE("codes are the nearest levels at the best of the trial scales, for key
         const double rms = std::sqrt(square / shape.dim);
         const auto byte_at = [&](int i, double scale) {
           const int count = i < shape.fine ? 16 : 4;
-          const verkv::SketchLevels table = levels();
           int best = 0;
           const double v = static_cast<double>(x[static_cast<std::size_t>(i)]) / scale;
-          const int tables = i < shape.fine ? 4 : 2;
+          const double* positive = i < shape.fine ? verkv::kLloydMax4 : verkv::kLloydMax2;
           double nearest = 1e300;
           for (int code = 0; code < count; ++code) {
             const int half = count / 2;
-            const double exact = code < half ? -verkv::lloyd_max_level(tables, half - 1 - code)
-                                             : verkv::lloyd_max_level(tables, code - half);
+            const double exact = code < half ? -positive[half - 1 - code] : positive[code - half];
             if (std::fabs(v - exact) < nearest) {
               nearest = std::fabs(v - exact);
-              best = i < shape.fine ? table.byte[code] : table.coarse_byte[code];
+              best = i < shape.fine ? kSketchLevels.byte[code] : kSketchLevels.coarse_byte[code];
             }
           }
           return best - 127;
@@ -382,7 +379,8 @@ TEST_CASE("codes are the nearest levels at the best of the trial scales, for key
         for (int i = 0; i < shape.dim; ++i) {
           const double z =
               unit_of(shape, i) *
-              (levels().byte_of(shape, i, verkv::unpack_code(shape, codes.data(), 0, i)) - 127);
+              (kSketchLevels.byte_of(shape, i, verkv::unpack_code(shape, codes.data(), 0, i)) -
+               127);
           yz += band(i) * z * static_cast<double>(x[static_cast<std::size_t>(i)]);
           zz += band(i) * z * z;
         }
@@ -390,7 +388,7 @@ TEST_CASE("codes are the nearest levels at the best of the trial scales, for key
         // Sums in binary32 may choose another trial that is as good to within their rounding, and a
         // coordinate on a border may go to either side.
         REQUIRE(yz * yz / zz >= best * (1 - 1e-4));
-        REQUIRE_THAT(static_cast<double>(verkv::to_float(stored.scale)),
+        REQUIRE_THAT(static_cast<double>(verkv::to_float(stored)),
                      Catch::WithinRel(std::sqrt(yy / zz), 0x1p-9 + 1e-5));
       }
     }

@@ -436,17 +436,8 @@ std::string sketch_label(const CacheConfig& config) {
   const bool used = config.keep < 1 && (config.fetch.mode == FetchMode::verified ||
                                         config.select == Selection::poisson);
   if (!used) return {};
-  switch (config.sketch.kind) {
-    case SketchKind::exact:
-      return "exact";
-    case SketchKind::lloyd_max:
-      return fmt::format("{} bits rotated", config.sketch.bits);
-    case SketchKind::minmax:
-      return "min-max";
-    case SketchKind::calibrated:
-      return fmt::format("{} bits", config.sketch.bits);
-  }
-  return {};
+  if (config.sketch.kind == SketchKind::exact) return "exact";
+  return fmt::format("{} bits", config.sketch.bits);
 }
 
 std::vector<Method> select_methods(const EvalOptions& options) {

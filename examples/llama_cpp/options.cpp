@@ -18,16 +18,10 @@ SketchConfig parse_sketch(const std::string& text) {
   SketchConfig sketch;
   if (text == "exact") {
     sketch.kind = SketchKind::exact;
-  } else if (text == "minmax") {
-    sketch.kind = SketchKind::minmax;
   } else if (text == "2" || text == "3" || text == "4") {
     sketch.bits = text[0] - '0';
-  } else if (text == "rotated2" || text == "rotated3" || text == "rotated4") {
-    sketch.kind = SketchKind::lloyd_max;
-    sketch.bits = text.back() - '0';
   } else {
-    throw UsageError(fmt::format(
-        "a sketch is 2, 3, 4, rotated2, rotated3, rotated4, minmax or exact, not {}", text));
+    throw UsageError(fmt::format("a sketch is 2, 3, 4 or exact, not {}", text));
   }
   return sketch;
 }
@@ -193,9 +187,7 @@ class Reader {
     sub.add_option("--risk", words_.risk, "Risk rule, or off")->capture_default_str();
     sub.add_option("--probability", words_.probability, "Probability rule of top-k, or off")
         ->capture_default_str();
-    sub.add_option("--sketch", words_.sketch,
-                   "2, 3, 4 (bits; rotated2: not calibrated), minmax or exact")
-        ->capture_default_str();
+    sub.add_option("--sketch", words_.sketch, "2, 3, 4 (bits) or exact")->capture_default_str();
     sub.add_option("--importance", words_.importance, "Score of the tokens")->capture_default_str();
     sub.add_option("--select", words_.select, "poisson or topk")
         ->check(CLI::IsMember({"poisson", "topk"}))
@@ -218,7 +210,7 @@ class Reader {
     list(sub, "--epsilon", words_.epsilons, "Of the paper's rule");
     list(sub, "--risk", words_.risks, "Of the risk rule");
     list(sub, "--probability", words_.probabilities, "Of top-k with fetch");
-    list(sub, "--sketch", words_.sketches, "2, 3, 4 (bits), rotated2, minmax, exact");
+    list(sub, "--sketch", words_.sketches, "2, 3, 4 (bits), exact");
     list(sub, "--importance", words_.sampling, "Scores of the methods that draw");
     list(sub, "--importance-topk", words_.largest, "Scores of top-k");
     sub.add_option("--gate", options_.gate, "File of a gate: adds top-k at its scores");

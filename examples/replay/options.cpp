@@ -37,8 +37,7 @@ constexpr const char* kWords = R"(Words
                probability 1e-3 for topk.
   fetch        verified: what the rules ask for. never: residents only. always: everything not resident.
   sketch       Bits per key coordinate on the fast tier, 2, 3 or 4 on average, in a basis made from keys, importance
-               and the prompt's queries; rotated2 to 4: in a random one, the same bits for all; minmax: plain
-               2 bits; exact: the keys themselves, the oracle of experiments, no saving.
+               and the prompt's queries; exact: the keys themselves, the oracle of experiments, no saving.
   order        Which tokens are fetched first. key: by one key per token, cheap. exact: by Eq. 9 of the paper.
   cap          Bound on the weight of drawn tokens, for where the sketch was too small; off: none.
   pool         Which tokens share a budget: those of a head, of a layer, or of the whole sequence.
@@ -190,8 +189,7 @@ std::vector<std::pair<std::string, T>> worded(std::initializer_list<T> values) {
   return words;
 }
 
-constexpr std::array<const char*, 8> kSketches{"exact",    "2",        "3",        "4",
-                                               "rotated2", "rotated3", "rotated4", "minmax"};
+constexpr std::array<const char*, 4> kSketches{"exact", "2", "3", "4"};
 // Of the grid of promises, unless others are named: no error of the sketch, the shipped one, and
 // one bit more.
 constexpr std::array<const char*, 3> kPromiseSketches{"exact", "2", "3"};
@@ -215,9 +213,7 @@ std::vector<std::string> parse_sketches(const std::string& text) {
 
 SketchConfig sketch_config(const std::string& word) {
   if (word == "exact") return {SketchKind::exact, 2};
-  if (word == "minmax") return {SketchKind::minmax, 2};
-  const SketchKind kind = word.size() > 1 ? SketchKind::lloyd_max : SketchKind::calibrated;
-  return {kind, word.back() - '0'};
+  return {SketchKind::calibrated, word[0] - '0'};
 }
 
 // Names of scores that every one of the layers has.
@@ -419,24 +415,12 @@ const char* word(Promise promise) {
 }
 
 std::string word(const SketchConfig& sketch) {
-  switch (sketch.kind) {
-    case SketchKind::exact:
-      return "exact";
-    case SketchKind::minmax:
-      return "minmax";
-    case SketchKind::lloyd_max:
-      return fmt::format("rotated{}", sketch.bits);
-    case SketchKind::calibrated:
-      return fmt::format("{}", sketch.bits);
-  }
-  return "?";
+  return sketch.kind == SketchKind::exact ? "exact" : fmt::format("{}", sketch.bits);
 }
 
 std::string sketch_label(const SketchConfig& sketch) {
   if (sketch.kind == SketchKind::exact) return "exact sketch";
-  if (sketch.kind == SketchKind::minmax) return "min-max sketch of 2 bits";
-  return fmt::format("{}-bit {}sketch", sketch.bits,
-                     sketch.kind == SketchKind::lloyd_max ? "rotated " : "");
+  return fmt::format("{}-bit sketch", sketch.bits);
 }
 
 std::string rate_label(double keep) {

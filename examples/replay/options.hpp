@@ -44,7 +44,7 @@ struct Options {
   double risk = kOff;
   double probability = kOff;
   double cap = FetchConfig{}.cap;
-  std::string sketch = "2";           // exact, 2, 3, 4, minmax
+  std::string sketch = "2";           // exact, 2, 3, 4
   std::vector<std::string> sketches;  // with promise: those of the grid
   Selection select = Selection::poisson;
   FetchMode fetch = FetchMode::verified;

@@ -47,7 +47,7 @@ struct LayerConfig {
 
 struct SketchConfig {
   SketchKind kind = SketchKind::calibrated;
-  int bits = 2;  // 2, 3 or 4 a coordinate (calibrated: on average); 2 for minmax, ignored for exact
+  int bits = 2;  // 2, 3 or 4 a coordinate on average; ignored for exact
 };
 
 // When a step fetches, and what it promises. The set fetched is the larger of what the rules that

@@ -135,12 +135,9 @@ enum class FetchOrder : std::uint8_t {
 
 // How logits of all tokens are estimated.
 enum class SketchKind : std::uint8_t {
-  exact,       // from the full keys of the host tier: the oracle of experiments
-  lloyd_max,   // centred, rotated, Lloyd-Max levels of 2, 3 or 4 bits
-  calibrated,  // centred, in a basis made for the prompt's queries, keys and importance, in which
-               // the directions that matter have 4 bits, others 2, the weakest none; 2, 3 or 4 on
-               // average
-  minmax       // plain per-token min-max levels of 2 bits: the naive twin
+  exact,      // from the full keys of the host tier: the oracle of experiments
+  calibrated  // centred, in a basis made for the prompt's queries, keys and importance, in which
+              // the directions that matter have 4 bits, others 2, the weakest none
 };
 
 }  // namespace verkv

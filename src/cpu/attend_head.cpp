@@ -142,16 +142,13 @@ class Step {
     in_parts([&](int first, int heads) {
       std::array<HeadConstants, kMaxHeads> constants;
       std::array<float, kMaxHeads> largest{};
-      if (sketch_.kind == SketchKind::calibrated) {
-        const SketchBasis& basis = store_.basis();
-        kernels_.dot_rows({basis.query.data(), DType::f16, shape_.config.key_dim,
-                           static_cast<int>(shape_.config.key_dim)},
-                          nullptr, basis.shape.dim, query(first), heads, query_stride_,
-                          ws_.rotated.data() + first * query_stride_, query_stride_);
-      }
+      const SketchBasis& basis = store_.basis();
+      kernels_.dot_rows({basis.query.data(), DType::f16, shape_.config.key_dim,
+                         static_cast<int>(shape_.config.key_dim)},
+                        nullptr, basis.shape.dim, query(first), heads, query_stride_,
+                        ws_.basis_query.data() + first * query_stride_, query_stride_);
       for (int h = 0; h < heads; ++h) constants[at(h)] = encode_head(first + h);
-      kernels_.sketch_logits(sketch_, shape_.levels, store_.codes(), store_.scales(),
-                             store_.offsets(), store_.odds(), compressed_,
+      kernels_.sketch_logits(sketch_, store_.codes(), store_.scales(), store_.odds(), compressed_,
                              ws_.code_query.data() + first * code_stride_, heads, code_stride_,
                              constants.data(), weight(first), weight_stride_, largest.data());
       for (int h = 0; h < heads; ++h) {
@@ -172,29 +169,19 @@ class Step {
   }
 
   HeadConstants encode_head(int h) {
-    const std::size_t dim = static_cast<std::size_t>(shape_.config.key_dim);
-    std::span<float> q(ws_.rotated.data() + h * query_stride_, dim);
+    const std::span<const float> q(ws_.basis_query.data() + h * query_stride_,
+                                   static_cast<std::size_t>(sketch_.dim));
+    const std::span<const float> mean = store_.channel_means();
+    double share = 0;
+    for (std::size_t j = 0; j < mean.size(); ++j)
+      share += static_cast<double>(query(h)[j]) * static_cast<double>(mean[j]);
     HeadConstants constants;
-    float unit = shape_.levels.unit;
-    if (sketch_.kind != SketchKind::minmax) {
-      const std::span<const float> mean = store_.channel_means();
-      double share = 0;
-      for (std::size_t j = 0; j < dim; ++j)
-        share += static_cast<double>(query(h)[j]) * static_cast<double>(mean[j]);
-      constants.shift = static_cast<float>(share);
-    }
-    if (sketch_.kind == SketchKind::calibrated) {
-      q = q.first(static_cast<std::size_t>(sketch_.dim));
-      unit = store_.basis().unit;
-    } else {
-      std::copy(query(h), query(h) + dim, q.begin());
-      if (sketch_.kind == SketchKind::lloyd_max) rotate(q, shape_.signs);
-    }
+    constants.shift = static_cast<float>(share);
     const std::span<std::int8_t> code(ws_.code_query.data() + h * code_stride_,
                                       static_cast<std::size_t>(code_stride_));
     const SketchQuery encoded = encode_query(q, code);
     constants.query_sum = encoded.sum;
-    constants.factor = encoded.scale * unit;
+    constants.factor = encoded.scale * store_.basis().unit;
     return constants;
   }
 
@@ -603,8 +590,9 @@ class Step {
     const float* sketched = resident_sketched(h);
     const float cap = static_cast<float>(fetch_.cap);
     // To the plan's units, in which beta and the sketched weights are; clamped, since 0 * infinity
-    // is no weight.
-    const float to_plan = std::fmin(std::exp(s.attention_shift - s.shift), 1e30f);
+    // is no weight, and a weight that vanishes in them would escape the cap.
+    const float to_plan =
+        std::clamp(std::exp(s.attention_shift - s.shift), std::numeric_limits<float>::min(), 1e30f);
     double sum = 0;
     for (std::int64_t i = 0; i < drawn_; ++i) {
       if (sketched[i] >= 0) {
@@ -685,7 +673,7 @@ void Workspace::reserve(const LayerShape& shape, const FetchConfig& fetch, std::
   const std::int64_t group = shape.group;
   grow(query, group * padded(shape.config.key_dim));
   grow(code_query, group * round_up(shape.sketch.padded_dim(), 64));
-  grow(rotated, group * padded(shape.config.key_dim));
+  grow(basis_query, group * padded(shape.config.key_dim));
   grow(weight, group * padded(compressed));
   grow(resident_logit, group * padded(residents));
   grow(resident_weight, group * padded(residents));
@@ -719,7 +707,7 @@ std::int64_t Workspace::bytes() const {
   const auto add = [&sum](const auto&... vector) {
     ((sum += static_cast<std::int64_t>(vector.capacity() * sizeof(vector[0]))), ...);
   };
-  add(query, code_query, rotated, weight, resident_logit, resident_weight, resident_sketched,
+  add(query, code_query, basis_query, weight, resident_logit, resident_weight, resident_sketched,
       slot_odds, states, output, square, fetched, moved, no_odds, plan_weight, plan_odds, plan_key,
       plan_position, exact_weight, exact_odds, exact_gain, exact_scratch, exact_order, exact_index,
       mark);

@@ -40,8 +40,8 @@ class Workspace {
   // [group][stride] arrays.
   AlignedVector<float> query;  // scaled, zero-padded
   AlignedVector<std::int8_t> code_query;
-  AlignedVector<float> rotated;  // in the sketch's basis
-  AlignedVector<float> weight;   // sketched logits, then weights, then logits of moved tokens
+  AlignedVector<float> basis_query;  // in the sketch's basis
+  AlignedVector<float> weight;       // sketched logits, then weights, then logits of moved tokens
   AlignedVector<float> resident_logit;  // exact
   AlignedVector<float> resident_weight;
   AlignedVector<float>

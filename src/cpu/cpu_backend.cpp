@@ -90,15 +90,9 @@ class CpuBackend final : public Backend {
         shape.scale = static_cast<float>(
             shape.config.scale > 0 ? shape.config.scale
                                    : 1 / std::sqrt(static_cast<double>(shape.config.key_dim)));
-        // An exact sketch has no bits, whatever the configuration says; the tables want a number
-        // they know.
-        const int bits = config.sketch.kind == SketchKind::exact ? 2 : config.sketch.bits;
-        shape.sketch = {config.sketch.kind, bits, static_cast<int>(shape.config.key_dim)};
-        if (config.sketch.kind == SketchKind::calibrated)
-          shape.sketch = largest_calibrated_shape(bits, static_cast<int>(shape.config.key_dim));
-        shape.levels = sketch_levels(config.sketch.kind, bits);
-        shape.signs.resize(2 * static_cast<std::size_t>(shape.config.key_dim));
-        rotation_signs(config.seed, static_cast<int>(shape.config.key_dim), shape.signs);
+        shape.sketch_bits = config.sketch.bits;
+        shape.sketch = largest_sketch_shape(config.sketch.kind, config.sketch.bits,
+                                            static_cast<int>(shape.config.key_dim));
       }
       shapes_.push_back(std::move(shape));
     }

@@ -135,18 +135,14 @@ void HeadStore::reserve_compress(const LayerShape& shape, const SketchShape& cod
   if (shape.sketch.kind == SketchKind::exact) return;
   to(codes_, code_storage_bytes(codes, end));
   to(scales_, padded);
-  if (shape.sketch.kind == SketchKind::minmax) {
-    to(offsets_, padded);
-  } else {
-    to(channel_means_, shape.config.key_dim);
-  }
+  to(channel_means_, shape.config.key_dim);
 }
 
 SketchBasis HeadStore::calibrate(const LayerShape& shape, std::span<const Positive16> odds,
                                  const float* importance, std::span<const float> queries,
                                  std::uint64_t seed) const {
   const Rows keys = host_keys(shape);
-  return calibrate_sketch(shape.sketch.bits, StoredTokens(keys, odds, importance), queries, seed);
+  return calibrate_sketch(shape.sketch_bits, StoredTokens(keys, odds, importance), queries, seed);
 }
 
 void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int64_t position,
@@ -158,18 +154,7 @@ void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int
   const std::span<float> key = scratch.first(dim);
   for (std::size_t j = 0; j < dim; ++j)
     key[j] = load_element(keys, position, static_cast<std::int64_t>(j));
-  if (shape.sketch.kind == SketchKind::minmax) {
-    const SketchScale result = encode_minmax(shape.sketch, key, codes_.data(), position);
-    scales_[at] = result.scale;
-    offsets_[at] = result.offset;
-    return;
-  }
   for (std::size_t j = 0; j < dim; ++j) key[j] -= channel_means_[j];
-  if (shape.sketch.kind == SketchKind::lloyd_max) {
-    rotate(key, shape.signs);
-    scales_[at] = encode_lloyd_max(shape.sketch, shape.levels, key, codes_.data(), position).scale;
-    return;
-  }
   std::fill(scratch.begin() + static_cast<std::ptrdiff_t>(dim),
             scratch.begin() + static_cast<std::ptrdiff_t>(padded_dim), 0.0f);
   const std::span<float> stored =
@@ -179,8 +164,7 @@ void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int
                    nullptr, basis_.shape.dim, key.data(), 1, static_cast<std::int64_t>(padded_dim),
                    stored.data(), static_cast<std::int64_t>(padded_dim));
   scales_[at] =
-      encode_calibrated(basis_.shape, shape.levels, basis_.bands, stored, codes_.data(), position)
-          .scale;
+      encode_key(basis_.shape, kSketchLevels, basis_.bands, stored, codes_.data(), position);
 }
 
 void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
@@ -195,9 +179,7 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
   if (shape.sketch.kind != SketchKind::exact) {
     codes_.resize(bytes(code_storage_bytes(sketch(shape), end)));
     scales_.resize(padded);
-    if (shape.sketch.kind == SketchKind::minmax) {
-      offsets_.resize(padded);
-    } else if (begin == 0) {
+    if (begin == 0) {
       // Any centre is allowed (softmax does not see it), so it is fixed at the first compression.
       channel_means_.assign(static_cast<std::size_t>(shape.config.key_dim), 0.0f);
       channel_means_of(host_keys(shape), end, channel_means_);
@@ -305,8 +287,7 @@ void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const 
   };
   report.host_bytes += tokens_ * shape.row_bytes();
   report.resident_bytes += used(resident_key_) + used(resident_value_);
-  report.sketch_bytes +=
-      used(codes_) + used(scales_) + used(offsets_) + used(channel_means_) + used(basis_.query);
+  report.sketch_bytes += used(codes_) + used(scales_) + used(channel_means_) + used(basis_.query);
   report.basis_bytes += used(basis_.encode);
   report.metadata_bytes +=
       used(resident_position_) + used(odds_) + used(window_square_) + used(window_steps_);
@@ -316,7 +297,6 @@ void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const 
   spare(resident_position_);
   spare(codes_);
   spare(scales_);
-  spare(offsets_);
   spare(odds_);
   spare(window_square_);
   spare(window_steps_);

@@ -44,9 +44,8 @@ struct LayerShape {
   int group = 1;  // query heads per KV head
   float scale = 1;
   DType storage = DType::f16;
-  SketchShape sketch;  // calibrated: the largest; each head has its own
-  SketchLevels levels;
-  std::vector<float> signs;  // of the rotation, 2 * key_dim
+  int sketch_bits = 2;
+  SketchShape sketch;  // the largest; each head has its own
 
   std::int64_t row_elements() const { return config.key_dim + config.value_dim; }
   std::int64_t row_bytes() const {
@@ -75,14 +74,13 @@ class HeadStore {
   // Sketch and odds of positions [0, compressed), readable up to the next multiple of 16.
   const std::uint8_t* codes() const { return codes_.data(); }
   const Positive16* scales() const { return scales_.data(); }
-  const BFloat16* offsets() const { return offsets_.empty() ? nullptr : offsets_.data(); }
   const Positive16* odds() const { return odds_.data(); }
   std::span<const float> channel_means() const { return channel_means_; }
   // The form of the codes.
   const SketchShape& sketch(const LayerShape& shape) const {
-    return shape.sketch.kind == SketchKind::calibrated ? basis_.shape : shape.sketch;
+    return shape.sketch.kind == SketchKind::exact ? shape.sketch : basis_.shape;
   }
-  // calibrated: empty until the first compression.
+  // Empty until the first compression, and where the sketch is exact.
   const SketchBasis& basis() const { return basis_; }
 
   // Room for `count` more tokens; afterwards append of them cannot fail.
@@ -91,8 +89,9 @@ class HeadStore {
   void append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
               std::int64_t head) noexcept;
 
-  // calibrated, before the first compression: the basis for it, made from positions [0,
-  // odds.size()), their importance (null: none) and the group's prompt queries [count][key_dim].
+  // Before the first compression, unless the sketch is exact: the basis for it, made from positions
+  // [0, odds.size()), their importance (null: none) and the group's prompt queries
+  // [count][key_dim].
   SketchBasis calibrate(const LayerShape& shape, std::span<const Positive16> odds,
                         const float* importance, std::span<const float> queries,
                         std::uint64_t seed) const;
@@ -102,8 +101,8 @@ class HeadStore {
   // cannot fail.
   void reserve_compress(const LayerShape& shape, const SketchShape& codes, std::int64_t end);
   // Compresses positions [compressed, compressed + odds.size()) with these odds, drawing with
-  // `key`. calibrated: after take of a basis. scratch:
-  // 2 * key_dim floats, each rounded up to 16.
+  // `key`. The first time after take of a basis. scratch: 2 * key_dim floats, each rounded up to
+  // 16.
   void compress(const LayerShape& shape, const Kernels& kernels, std::span<const Positive16> odds,
                 const DrawKey& key, std::span<float> scratch) noexcept;
   // The residents under another draw of the compressed part; take puts them in place of those that
@@ -139,7 +138,6 @@ class HeadStore {
   std::vector<std::uint32_t> resident_position_;
   AlignedVector<std::uint8_t> codes_;
   std::vector<Positive16> scales_;
-  std::vector<BFloat16> offsets_;
   std::vector<Positive16> odds_;
   std::vector<float> channel_means_;
   SketchBasis basis_;

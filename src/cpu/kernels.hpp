@@ -101,14 +101,14 @@ struct Kernels {
 
   // out[h][i] = sketch_logit of token i, 0 <= i < count (sketch.hpp). q: [heads][q_stride] bytes,
   // padded_dim() used. out may be written up to the next multiple of 16 past count (the arrays have
-  // room; codes hold whole groups; scale, offset and odds arrays are readable up to there).
+  // room; codes hold whole groups; scale and odds arrays are readable up to there).
   // out_largest[h] = max over tokens i < count with finite odds, -infinity where none (NaN ignored;
   // a zero is +0).
-  void (*sketch_logits)(const SketchShape& shape, const SketchLevels& levels,
-                        const std::uint8_t* codes, const Positive16* scale, const BFloat16* offset,
-                        const Positive16* odds, std::int64_t count, const std::int8_t* q, int heads,
-                        std::int64_t q_stride, const HeadConstants* constants, float* out,
-                        std::int64_t out_stride, float* out_largest);
+  void (*sketch_logits)(const SketchShape& shape, const std::uint8_t* codes,
+                        const Positive16* scale, const Positive16* odds, std::int64_t count,
+                        const std::int8_t* q, int heads, std::int64_t q_stride,
+                        const HeadConstants* constants, float* out, std::int64_t out_stride,
+                        float* out_largest);
 
   // In place: w[h][i] = odds finite ? weight_exp(w[h][i] - shift[h]) : 0. out_sum[h]: lane sum of
   // w.

@@ -65,20 +65,18 @@ void weighted_rows(const Rows& rows, const std::uint32_t* index, std::int64_t co
   }
 }
 
-void sketch_logits(const SketchShape& shape, const SketchLevels& levels, const std::uint8_t* codes,
-                   const Positive16* scale, const BFloat16* offset, const Positive16* odds,
-                   std::int64_t count, const std::int8_t* q, int heads, std::int64_t q_stride,
-                   const HeadConstants* constants, float* out, std::int64_t out_stride,
-                   float* out_largest) {
+void sketch_logits(const SketchShape& shape, const std::uint8_t* codes, const Positive16* scale,
+                   const Positive16* odds, std::int64_t count, const std::int8_t* q, int heads,
+                   std::int64_t q_stride, const HeadConstants* constants, float* out,
+                   std::int64_t out_stride, float* out_largest) {
   for (int h = 0; h < heads; ++h) {
     out_largest[h] = -std::numeric_limits<float>::infinity();
     const std::span<const std::int8_t> query(q + h * q_stride,
                                              static_cast<std::size_t>(shape.padded_dim()));
     for (std::int64_t i = 0; i < count; ++i) {
-      const std::int32_t dot = sketch_dot(shape, levels, codes, i, query);
-      const float logit = sketch_logit(shape, dot, constants[h].query_sum, scale[i],
-                                       offset != nullptr ? offset[i] : BFloat16{},
-                                       constants[h].factor, constants[h].shift);
+      const std::int32_t dot = sketch_dot(shape, codes, i, query);
+      const float logit = sketch_logit(dot, constants[h].query_sum, scale[i], constants[h].factor,
+                                       constants[h].shift);
       out[h * out_stride + i] = logit;
       if (odds[i].bits < kPositive16Infinity.bits && logit > out_largest[h]) out_largest[h] = logit;
     }

@@ -602,50 +602,6 @@ HWY_INLINE void load_rows(const std::uint8_t* p, VU8 (&out)[kParts]) {
 #endif
 }
 
-// As load_rows, of two rows each taken twice: bytes 0 and 1 are row 0, bytes 2 and 3 row 1.
-HWY_INLINE void load_rows_twice(const std::uint8_t* p, VU8 (&out)[kParts]) {
-#if VERKV_BYTE_DOT
-  alignas(64) static constexpr std::uint8_t kIndex[64] = {
-      0,  0,  16, 16, 1,  1,  17, 17, 2,  2,  18, 18, 3,  3,  19, 19, 4,  4,  20, 20, 5,  5,
-      21, 21, 6,  6,  22, 22, 7,  7,  23, 23, 8,  8,  24, 24, 9,  9,  25, 25, 10, 10, 26, 26,
-      11, 11, 27, 27, 12, 12, 28, 28, 13, 13, 29, 29, 14, 14, 30, 30, 15, 15, 31, 31};
-  const hn::Half<DU8> half;
-  out[0] = permute(hn::ZeroExtendVector(du8, hn::LoadU(half, p)), hn::Load(du8, kIndex));
-#elif HWY_MAX_BYTES == 64
-  alignas(64) static constexpr std::int32_t kIndex[16] = {0, 4, 0, 4, 1, 5, 1, 5,
-                                                          2, 6, 2, 6, 3, 7, 3, 7};
-  alignas(16) static constexpr std::uint8_t kBytes[16] = {0, 0, 4, 4, 1, 1, 5, 5,
-                                                          2, 2, 6, 6, 3, 3, 7, 7};
-  const hn::Half<DU8> half;
-  const VU8 rows = hn::ZeroExtendVector(du8, hn::LoadU(half, p));
-  const auto words =
-      hn::TableLookupLanes(hn::BitCast(du32, rows), hn::SetTableIndices(du32, kIndex));
-  out[0] = hn::TableLookupBytes(hn::BitCast(du8, words), hn::LoadDup128(du8, kBytes));
-#elif HWY_MAX_BYTES == 32
-  alignas(32) static constexpr std::int32_t kIndex[8] = {0, 1, 4, 5, 2, 3, 6, 7};
-  alignas(16) static constexpr std::uint8_t kFirst[16] = {0, 0, 8,  8,  1, 1, 9,  9,
-                                                          2, 2, 10, 10, 3, 3, 11, 11};
-  alignas(16) static constexpr std::uint8_t kSecond[16] = {4, 4, 12, 12, 5, 5, 13, 13,
-                                                           6, 6, 14, 14, 7, 7, 15, 15};
-  const VU8 words = hn::BitCast(du8, hn::TableLookupLanes(hn::BitCast(du32, hn::LoadU(du8, p)),
-                                                          hn::SetTableIndices(du32, kIndex)));
-  out[0] = hn::TableLookupBytes(words, hn::LoadDup128(du8, kFirst));
-  out[1] = hn::TableLookupBytes(words, hn::LoadDup128(du8, kSecond));
-#else
-  const hn::Repartition<std::uint16_t, DU8> d16;
-  const VU8 row0 = hn::LoadU(du8, p);
-  const VU8 row1 = hn::LoadU(du8, p + 16);
-  const auto a0 = hn::BitCast(d16, hn::InterleaveLower(du8, row0, row0));
-  const auto a1 = hn::BitCast(d16, hn::InterleaveUpper(du8, row0, row0));
-  const auto b0 = hn::BitCast(d16, hn::InterleaveLower(du8, row1, row1));
-  const auto b1 = hn::BitCast(d16, hn::InterleaveUpper(du8, row1, row1));
-  out[0] = hn::BitCast(du8, hn::InterleaveLower(d16, a0, b0));
-  out[1] = hn::BitCast(du8, hn::InterleaveUpper(d16, a0, b0));
-  out[2] = hn::BitCast(du8, hn::InterleaveLower(d16, a1, b1));
-  out[3] = hn::BitCast(du8, hn::InterleaveUpper(d16, a1, b1));
-#endif
-}
-
 // Lane l of part p is token p * kN + l afterwards.
 HWY_INLINE void natural_order([[maybe_unused]] VI32 (&x)[kParts]) {
 #if HWY_MAX_BYTES == 32
@@ -696,36 +652,15 @@ struct Decoder {
         out[3][part] = lookup(second, rest);
       });
     } else {
-      // even: codes 0 and 2 in the halves of each byte, odd: codes 1 and 3.
-      VU8 high_even[kParts];
-      VU8 high_odd[kParts];
-      if constexpr (kBits == 4) {
-        VU8 y[kParts];
-        load_rows(high, y);
-        unroll<kParts>([&](auto part) VERKV_LAMBDA {
-          high_even[part] = hn::BitCast(du8, hn::ShiftLeft<2>(hn::BitCast(d16, y[part])));
-          high_odd[part] = y[part];
-        });
-      } else {
-        // A byte of the high plane serves two rows of the low one, 4 bits each.
-        VU8 y[kParts];
-        load_rows_twice(high, y);
-        alignas(16) static constexpr std::uint8_t kEven[16] = {
-            0, 0x04, 0, 0x04, 0x40, 0x44, 0x40, 0x44, 0, 0x04, 0, 0x04, 0x40, 0x44, 0x40, 0x44};
-        alignas(16) static constexpr std::uint8_t kOdd[16] = {
-            0, 0, 0x04, 0x04, 0, 0, 0x04, 0x04, 0x40, 0x40, 0x44, 0x44, 0x40, 0x40, 0x44, 0x44};
-        unroll<kParts>([&](auto part) VERKV_LAMBDA {
-          const VU8 first_row = hn::BitCast(du8, hn::Set(d16, 0x00ff));
-          const VU8 own = select_bits(first_row, y[part], right(y[part], four));
-          high_even[part] = lookup(hn::LoadDup128(du8, kEven), own);
-          high_odd[part] = lookup(hn::LoadDup128(du8, kOdd), own);
-        });
-      }
+      VU8 y[kParts];
+      load_rows(high, y);
       unroll<kParts>([&](auto part) VERKV_LAMBDA {
         constexpr std::integral_constant<int, 2> two;
         const VU8 low_bits = hn::Set(du8, 0x33);
-        const VU8 even = select_bits(low_bits, x[part], high_even[part]);
-        const VU8 odd = select_bits(low_bits, right(x[part], two), high_odd[part]);
+        // Codes 0 and 2 in the halves of each byte; then codes 1 and 3.
+        const VU8 high_even = hn::BitCast(du8, hn::ShiftLeft<2>(hn::BitCast(d16, y[part])));
+        const VU8 even = select_bits(low_bits, x[part], high_even);
+        const VU8 odd = select_bits(low_bits, right(x[part], two), y[part]);
         const VU8 t = hn::Load(du8, table[0]);
         out[0][part] = lookup(t, even);
         out[1][part] = lookup(t, odd);
@@ -800,11 +735,9 @@ void arrange_query(int padded_dim, const std::int8_t* q, std::int64_t q_stride,
   }
 }
 
-// kBits: of the first coordinates; kRest: of those past SketchShape::fine, 0 where all have the
-// same.
-template <int kBits, int kRest, int kHeads>
-void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels,
-                      const std::uint8_t* codes, const Positive16* scale, const BFloat16* offset,
+// kCoarse: coordinates past SketchShape::fine exist.
+template <bool kCoarse, int kHeads>
+void sketch_logits_of(const SketchShape& shape, const std::uint8_t* codes, const Positive16* scale,
                       const Positive16* odds, std::int64_t count, const std::int8_t* q,
                       std::int64_t q_stride, const HeadConstants* constants, float* out,
                       std::int64_t out_stride, float* out_largest) {
@@ -812,16 +745,12 @@ void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels,
   constexpr int kSets = VERKV_BYTE_DOT ? (kHeads <= 2 ? 4 : 2) : 1;
   alignas(64) std::int32_t query[kMostSketchDim / 4 * kHeads * kQueryWords];
   arrange_query<kHeads>(shape.padded_dim(), q, q_stride, query);
-  const Decoder<kBits> decoder(levels.byte);
-  const Decoder<2> rest_decoder(levels.coarse_byte);
-  const int low_rows = shape.low_bytes();
-  const int high_rows = shape.high_bytes();
-  const int first_rows = kRest == 0 ? low_rows : shape.fine / 4;
-  const int first_blocks = first_rows / kBlockRows;
-  const int whole_blocks = low_rows / kBlockRows;
-  const int rest_low = low_rows % kBlockRows;
-  const int rest_high = kBits == 3 ? rest_low / 2 : rest_low;
-  constexpr int kHighBlock = kBits == 2 ? 0 : kBits == 3 ? kBlockBytes / 2 : kBlockBytes;
+  const Decoder<4> fine_decoder(kSketchLevels.byte);
+  const Decoder<2> coarse_decoder(kSketchLevels.coarse_byte);
+  const int rows = shape.low_bytes();
+  const int fine_blocks = shape.high_bytes() / kBlockRows;
+  const int whole_blocks = rows / kBlockRows;
+  const std::size_t rest_bytes = static_cast<std::size_t>(rows % kBlockRows) * 16;
   const std::int64_t group_bytes = kSketchGroup * std::int64_t{shape.code_bytes()};
 
   VF top[kHeads][kParts];
@@ -845,35 +774,35 @@ void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels,
       words += 4 * kHeads * kQueryWords;
     };
     const std::uint8_t* low = codes;
-    const std::uint8_t* high = codes + kSketchGroup * low_rows;
+    const std::uint8_t* high = codes + kSketchGroup * rows;
     int block = 0;
-    for (; block < first_blocks; ++block) {
-      add_block(decoder, low, high);
+    for (; block < fine_blocks; ++block) {
+      add_block(fine_decoder, low, high);
       low += kBlockBytes;
-      high += kHighBlock;
+      high += kBlockBytes;
     }
-    if constexpr (kRest != 0) {
+    if constexpr (kCoarse) {
       for (; block < whole_blocks; ++block) {
-        add_block(rest_decoder, low, high);
+        add_block(coarse_decoder, low, high);
         low += kBlockBytes;
       }
     }
-    if (rest_low != 0) {
+    if (rest_bytes != 0) {
       alignas(64) std::uint8_t last_low[kBlockBytes] = {};
       alignas(64) std::uint8_t last_high[kBlockBytes] = {};
-      std::memcpy(last_low, low, static_cast<std::size_t>(rest_low) * 16);
-      if constexpr (kRest != 0) {
-        add_block(rest_decoder, last_low, last_high);
+      std::memcpy(last_low, low, rest_bytes);
+      if constexpr (kCoarse) {
+        add_block(coarse_decoder, last_low, last_high);
       } else {
-        if (high_rows != 0) std::memcpy(last_high, high, static_cast<std::size_t>(rest_high) * 16);
-        add_block(decoder, last_low, last_high);
+        std::memcpy(last_high, high, rest_bytes);
+        add_block(fine_decoder, last_low, last_high);
       }
     }
 
     VI32 dot[kHeads][kParts];
     unroll<kHeads>([&](auto h) VERKV_LAMBDA {
       unroll<kParts>([&](auto part) VERKV_LAMBDA {
-        VI32 all = hn::Set(di32, -shape.bias() * constants[h].query_sum);
+        VI32 all = hn::Set(di32, -kLevelBias * constants[h].query_sum);
         unroll<kSets>([&](auto set)
                           VERKV_LAMBDA { all = hn::Add(all, sum[set][h][part].total()); });
         dot[h][part] = all;
@@ -884,18 +813,11 @@ void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels,
       const std::int64_t at = i + part * kN;
       const VF s = load(scale + at);
       const MF finite = lanes.only(hn::Lt(load(odds + at), infinity()));
-      const VF start = offset != nullptr ? load(offset + at) : hn::Zero(df);
       unroll<kHeads>([&](auto h) VERKV_LAMBDA {
         const VF x = hn::ConvertTo(df, dot[h][part]);
         const VF factor = hn::Set(df, constants[h].factor);
         const VF shift = hn::Set(df, constants[h].shift);
-        VF logit;
-        if (shape.kind == SketchKind::minmax) {
-          const VF query_sum = hn::Set(df, static_cast<float>(constants[h].query_sum));
-          logit = hn::MulAdd(factor, hn::MulAdd(start, query_sum, hn::Mul(s, x)), shift);
-        } else {
-          logit = hn::MulAdd(hn::Mul(factor, s), x, shift);
-        }
+        const VF logit = hn::MulAdd(hn::Mul(factor, s), x, shift);
         lanes.store(logit, out + h * out_stride + at);
         raise(top[h][part], logit, finite);
       });
@@ -912,33 +834,23 @@ void sketch_logits_of(const SketchShape& shape, const SketchLevels& levels,
   });
 }
 
-void sketch_logits(const SketchShape& shape, const SketchLevels& levels, const std::uint8_t* codes,
-                   const Positive16* scale, const BFloat16* offset, const Positive16* odds,
-                   std::int64_t count, const std::int8_t* q, int heads, std::int64_t q_stride,
-                   const HeadConstants* constants, float* out, std::int64_t out_stride,
-                   float* out_largest) {
+void sketch_logits(const SketchShape& shape, const std::uint8_t* codes, const Positive16* scale,
+                   const Positive16* odds, std::int64_t count, const std::int8_t* q, int heads,
+                   std::int64_t q_stride, const HeadConstants* constants, float* out,
+                   std::int64_t out_stride, float* out_largest) {
   if (shape.padded_dim() > kMostSketchDim) {
-    return scalar_kernels().sketch_logits(shape, levels, codes, scale, offset, odds, count, q,
-                                          heads, q_stride, constants, out, out_stride, out_largest);
+    return scalar_kernels().sketch_logits(shape, codes, scale, odds, count, q, heads, q_stride,
+                                          constants, out, out_stride, out_largest);
   }
   each_heads(heads, [&](int h, auto n) HWY_ATTR {
-    const auto run = [&](auto bits, auto rest) HWY_ATTR {
-      sketch_logits_of<bits, rest, n>(shape, levels, codes, scale, offset, odds, count,
-                                      q + h * q_stride, q_stride, constants + h,
-                                      out + h * out_stride, out_stride, out_largest + h);
+    const auto run = [&](auto coarse) HWY_ATTR {
+      sketch_logits_of<coarse, n>(shape, codes, scale, odds, count, q + h * q_stride, q_stride,
+                                  constants + h, out + h * out_stride, out_stride, out_largest + h);
     };
-    constexpr std::integral_constant<int, 0> none;
-    constexpr std::integral_constant<int, 2> two;
-    constexpr std::integral_constant<int, 3> three;
-    constexpr std::integral_constant<int, 4> four;
-    if (shape.kind == SketchKind::calibrated && shape.fine < shape.dim) {
-      run(four, two);
-    } else if (shape.kind == SketchKind::calibrated || shape.bits == 4) {
-      run(four, none);
-    } else if (shape.bits == 3) {
-      run(three, none);
+    if (shape.fine < shape.dim) {
+      run(std::true_type{});
     } else {
-      run(two, none);
+      run(std::false_type{});
     }
   });
 }

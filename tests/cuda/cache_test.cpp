@@ -372,7 +372,7 @@ TEST_CASE("configurations") {
   CacheConfig c = small_config();
   c.storage = DType::bf16;
   c.pool = Pool::sequence;
-  c.sketch = {SketchKind::lloyd_max, 3};
+  c.sketch.bits = 3;
   c.inclusion_floor = 0.02;
   c.layers[1].dense = true;
   configs.push_back(c);
@@ -386,7 +386,6 @@ TEST_CASE("configurations") {
   c = small_config();
   c.select = Selection::topk;
   c.fetch.mode = FetchMode::never;
-  c.sketch.kind = SketchKind::minmax;
   c.layers[0].cached = false;
   configs.push_back(c);
   c = small_config();

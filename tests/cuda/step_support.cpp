@@ -36,13 +36,9 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
   shape_.group = setup.group;
   shape_.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(setup.key_dim)));
   shape_.storage = setup.storage;
-  const int bits = setup.sketch.kind == SketchKind::exact ? 2 : setup.sketch.bits;
-  shape_.sketch = {setup.sketch.kind, bits, static_cast<int>(setup.key_dim)};
-  if (setup.sketch.kind == SketchKind::calibrated)
-    shape_.sketch = largest_calibrated_shape(bits, static_cast<int>(setup.key_dim));
-  shape_.levels = sketch_levels(setup.sketch.kind, bits);
-  shape_.signs.resize(2 * index(setup.key_dim));
-  rotation_signs(5, static_cast<int>(setup.key_dim), shape_.signs);
+  shape_.sketch_bits = setup.sketch.bits;
+  shape_.sketch =
+      largest_sketch_shape(setup.sketch.kind, setup.sketch.bits, static_cast<int>(setup.key_dim));
   stores_.resize(setup.lengths.size() * index(setup.kv_heads));
   for (std::size_t slot = 0; slot < setup.lengths.size(); ++slot) {
     const Setup::Length& length = setup.lengths[slot];
@@ -56,7 +52,7 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
         odds[i] = i < 4 || r > 0.9 ? kPositive16Infinity : stored_odds(r);
       }
       cpu::HeadStore& store = this->store(static_cast<int>(slot), h);
-      if (setup.sketch.kind == SketchKind::calibrated) {
+      if (setup.sketch.kind != SketchKind::exact) {
         std::normal_distribution<double> normal;
         std::vector<float> queries(index(6 * setup.key_dim));
         for (float& x : queries) x = static_cast<float>(normal(random_));
@@ -102,7 +98,6 @@ LayerView Scene::layer_view() const {
   view.soft_cap = static_cast<float>(setup_.soft_cap);
   view.storage = setup_.storage;
   view.sketch = shape_.sketch;
-  view.levels = shape_.levels;
   view.mode = setup_.fetch.mode;
   view.epsilon = setup_.fetch.epsilon;
   view.log_term = log_two_over(setup_.fetch.delta);
@@ -196,7 +191,6 @@ void Scene::upload() {
       view.codes =
           to_device(store.codes(), code_storage_bytes(store.sketch(shape_), store.compressed()));
       view.scales = to_device(store.scales(), padded);
-      if (store.offsets() != nullptr) view.offsets = to_device(store.offsets(), padded);
       view.channel_means = to_device(store.channel_means().data(),
                                      static_cast<std::int64_t>(store.channel_means().size()));
       const SketchBasis& basis = store.basis();
@@ -217,7 +211,6 @@ void Scene::upload() {
   }
   step_ = {};
   step_.layer = layer;
-  step_.layer.signs = to_device(shape_.signs.data(), 2 * setup_.key_dim);
   device_heads_ = to_device(heads_.data(), static_cast<std::int64_t>(heads_.size()));
   step_.heads = device_heads_;
   step_.rows = static_cast<int>(setup_.slots.size());

@@ -27,7 +27,7 @@ struct Setup {
   double soft_cap = 0;
   DType storage = DType::f16;
   DType query_type = DType::f32;
-  SketchConfig sketch{SketchKind::lloyd_max, 2};
+  SketchConfig sketch;
   FetchConfig fetch;
   // Tokens and compressed tokens of each sequence.
   struct Length {

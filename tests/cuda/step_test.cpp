@@ -84,7 +84,8 @@ TEST_CASE("Bytes that a step reads") {
     return found == allocations.end() ? 0 : static_cast<std::int64_t>(found->second.read_bytes);
   };
   const HeadView& head = scene.head_view(0, 0);
-  CHECK(bytes_read(0, head.codes) == code_storage_bytes(scene.shape().sketch, 1568));
+  CHECK(bytes_read(0, head.codes) ==
+        code_storage_bytes(scene.store(0, 0).sketch(scene.shape()), 1568));
   const std::int64_t moved = scene.totals().moved;
   REQUIRE(moved > 20);
   CHECK(bytes_read(3, head.host_rows) == moved * scene.shape().row_bytes());
@@ -119,9 +120,7 @@ TEST_CASE("Storage types, head sizes and sketches") {
   for (const Dims dims : {Dims{64, 64}, Dims{80, 80}, Dims{96, 128}, Dims{112, 112}, Dims{100, 64},
                           Dims{256, 72}, Dims{30, 7}}) {
     for (const SketchConfig sketch :
-         {SketchConfig{SketchKind::lloyd_max, 2}, SketchConfig{SketchKind::lloyd_max, 3},
-          SketchConfig{SketchKind::lloyd_max, 4}, SketchConfig{SketchKind::minmax, 2},
-          SketchConfig{SketchKind::calibrated, 2}, SketchConfig{SketchKind::calibrated, 3},
+         {SketchConfig{SketchKind::calibrated, 2}, SketchConfig{SketchKind::calibrated, 3},
           SketchConfig{SketchKind::calibrated, 4}, SketchConfig{SketchKind::exact, 2}}) {
       Setup setup = small(++seed);
       setup.key_dim = dims.key;
@@ -323,8 +322,7 @@ TEST_CASE("Extreme logits") {
     });
   }
   SECTION("a sketch far off") {
-    // The minmax sketch of a key with one large coordinate loses all others.
-    setup.sketch = {SketchKind::minmax, 2};
+    // At logits of some hundreds the error of 2 bits is some dozens.
     setup.key_size = 10;
     setup.query_size = 20;
     require_equal(setup);
@@ -339,7 +337,7 @@ TEST_CASE("Soft-capped logits") {
     setup.query_size = seed == 701 ? 10 : 3;
     setup.fetch.epsilon = 0.2;
     setup.lengths = {{600, 560}};
-    setup.sketch.kind = seed == 702 ? SketchKind::exact : SketchKind::lloyd_max;
+    setup.sketch.kind = seed == 702 ? SketchKind::exact : SketchKind::calibrated;
     require_equal(setup);
   }
 }

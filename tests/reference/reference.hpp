@@ -326,18 +326,6 @@ inline double normal_mean_in(double a, double b) {
   return (normal_density(a) - normal_density(b)) / (normal_cdf(b) - normal_cdf(a));
 }
 
-// The logit a sketch stands for: decode each coordinate to scale * unit * (byte - bias) + offset
-// and take the product with the query.
-inline double sketched_logit(const Vector& query, const std::vector<int>& level_byte, int bias,
-                             double unit, double scale, double offset, double attention_scale,
-                             double mean_share) {
-  double dot = 0;
-  for (std::size_t i = 0; i < query.size(); ++i) {
-    dot += query[i] * (scale * unit * (level_byte[i] - bias) + offset);
-  }
-  return attention_scale * dot + mean_share;
-}
-
 }  // namespace verkv::reference
 
 #endif  // VERKV_TESTS_REFERENCE_HPP

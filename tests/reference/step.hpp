@@ -215,18 +215,10 @@ inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& qu
     for (std::size_t i = 0; i < n; ++i) result.push_back(exact_logit(head, query, i));
     return result;
   }
-  const int dim = static_cast<int>(head.layer.key_dim);
-  const std::size_t d = static_cast<std::size_t>(dim);
-  const bool calibrated = head.sketch.kind == SketchKind::calibrated;
-  const bool rotated = head.sketch.kind == SketchKind::lloyd_max;
-  SketchShape shape{head.sketch.kind, head.sketch.bits, dim};
-  if (calibrated && n > 0) shape = head.basis->shape;
-  const SketchLevels levels = sketch_levels(head.sketch.kind, head.sketch.bits);
-  std::vector<float> signs(2 * d);
-  rotation_signs(head.seed, dim, signs);
-
-  std::vector<float> mean(d, 0.0f);
-  if (n > 0 && (rotated || calibrated)) mean = channel_means(head.key, head.mean_tokens, d);
+  const std::size_t d = static_cast<std::size_t>(head.layer.key_dim);
+  if (n == 0) return result;
+  const SketchShape shape = head.basis->shape;
+  const std::vector<float> mean = channel_means(head.key, head.mean_tokens, d);
 
   // The query is scaled in binary32 first: its 8-bit code is part of the definition.
   std::vector<float> q(d);
@@ -236,13 +228,8 @@ inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& qu
     q[j] = scale * query[j];
     mean_share += static_cast<double>(q[j]) * static_cast<double>(mean[j]);
   }
-  if (n == 0) return result;
-  double unit = static_cast<double>(levels.unit);
-  if (rotated) rotate(q, signs);
-  if (calibrated) {
-    q = times(head.basis->query, q);
-    unit = static_cast<double>(head.basis->unit);
-  }
+  q = times(head.basis->query, q);
+  const double unit = static_cast<double>(head.basis->unit);
   std::vector<std::int8_t> code(static_cast<std::size_t>(shape.padded_dim()));
   const double step = static_cast<double>(encode_query(q, code).scale);
 
@@ -251,22 +238,13 @@ inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& qu
   for (std::size_t i = 0; i < n; ++i) {
     std::vector<float> k = head.key[i];
     for (std::size_t j = 0; j < d; ++j) k[j] -= mean[j];
-    if (rotated) rotate(k, signs);
-    SketchScale stored;
-    if (calibrated) {
-      k = times(head.basis->encode, k);
-      stored = encode_calibrated(shape, levels, head.basis->bands, k, packed.data(), 0);
-    } else if (rotated) {
-      stored = encode_lloyd_max(shape, levels, k, packed.data(), 0);
-    } else {
-      stored = encode_minmax(shape, k, packed.data(), 0);
-    }
+    k = times(head.basis->encode, k);
+    const Positive16 stored =
+        encode_key(shape, kSketchLevels, head.basis->bands, k, packed.data(), 0);
     double dot = 0;
     for (int j = 0; j < shape.dim; ++j) {
-      const int byte = levels.byte_of(shape, j, unpack_code(shape, packed.data(), 0, j));
-      const double coordinate =
-          static_cast<double>(to_float(stored.scale)) * unit * (byte - shape.bias()) +
-          static_cast<double>(to_float(stored.offset));
+      const int byte = kSketchLevels.byte_of(shape, j, unpack_code(shape, packed.data(), 0, j));
+      const double coordinate = static_cast<double>(to_float(stored)) * unit * (byte - kLevelBias);
       dot += step * code[static_cast<std::size_t>(j)] * coordinate;
     }
     result.push_back(capped_logit(dot + mean_share, head.layer.soft_cap));

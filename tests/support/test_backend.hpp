@@ -1,0 +1,37 @@
+// The backend that the suite of the manager (kv_cache_manager_test.cpp) runs on: whichever source
+// is linked, tests/support/cpu_test_backend.cpp or tests/cuda/cuda_test_backend.cpp. Cases with the
+// tag [cpu] speak of what only the CPU backend has.
+#ifndef VERKV_TESTS_SUPPORT_TEST_BACKEND_HPP
+#define VERKV_TESTS_SUPPORT_TEST_BACKEND_HPP
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <verkv/kv_cache_manager.hpp>
+
+namespace verkv::test {
+
+struct TestBackend {
+  // Serves the exact order of fetches and the shortlist.
+  bool exact_order = true;
+  // Outputs and LSE do not change by a bit with rows of the batch or the room of the buffers;
+  // otherwise they agree to rounding. Decisions never change.
+  bool equal_outputs = true;
+  // Has scalar kernels beside the vector ones.
+  bool vector_code = true;
+  // Of so many trials of a case one is run.
+  int thinning = 1;
+};
+
+const TestBackend& backend();
+
+std::unique_ptr<KvCacheManager> make_cache(const CacheConfig& config);
+std::vector<std::string> reasons_against(const CacheConfig& config);
+
+// Of `count` trials those that the backend has time for; at least one.
+inline int trials(int count) { return (count + backend().thinning - 1) / backend().thinning; }
+
+}  // namespace verkv::test
+
+#endif  // VERKV_TESTS_SUPPORT_TEST_BACKEND_HPP
