@@ -118,7 +118,6 @@ Setup setup_of(const std::vector<double>& arguments) {
   setup.group = static_cast<int>(argument(2, 4));
   setup.key_dim = setup.value_dim = argument(3, 128);
   setup.kv_heads = argument(4, 1);
-  setup.sketch = {SketchKind::calibrated, 2};
   setup.query_type = setup.storage = DType::bf16;
   setup.keep = 1.0 / 16;
   setup.fetch.risk = 1e-4;
