@@ -965,6 +965,7 @@ TEST_CASE("Everything resident, and everything fetched, reproduce dense attentio
                         Case{"dense layer", 0.1, FetchMode::verified, true}}) {
     for (const DType storage : {DType::f32, DType::f16, DType::bf16}) {
       for (const std::int64_t n : {1, 17, 129, 700}) {
+        if (n > 200 && backend().thinning > 1) continue;
         for (const double soft_cap : {0.0, 4.0}) {
           CacheConfig config = small_config();
           config.storage = storage;
@@ -1181,6 +1182,7 @@ TEST_CASE("Importance without any information keeps what the budget allows") {
         config.pool = pool;
         config.select = select;
         config.keep = 0.25;
+        config.sketch.kind = SketchKind::exact;  // no matter here, and quickly made
         const std::int64_t n = 1000;
         std::vector<Block> keys, values;
         std::vector<Scores> scores;
@@ -1278,6 +1280,7 @@ std::vector<CacheConfig> story_configs() {
     if (kind == 4) config.fetch.limit_tokens = 10;
     configs.push_back(config);
   }
+  if (backend().thinning > 1) configs = {configs[2], configs[3]};
   return configs;
 }
 

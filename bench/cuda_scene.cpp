@@ -1,0 +1,345 @@
+#include "cuda_scene.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <future>
+#include <span>
+
+#include <verkv/certificate.hpp>
+#include <verkv/inclusion.hpp>
+
+#include "cpu/calibration.hpp"
+#include "sketch_basis.hpp"
+#include "step.hpp"
+
+namespace verkv::bench {
+namespace {
+
+// Steps whose queries shape the basis of the sketch, beside those of the rows.
+constexpr int kPromptSteps = 64;
+constexpr std::uint64_t kSeed = 1;
+
+std::int64_t count_of(const std::vector<float>& values) {
+  return static_cast<std::int64_t>(values.size());
+}
+
+cuda::DeviceBuffer<float> on_device(const std::vector<float>& values, const char* what) {
+  cuda::DeviceBuffer<float> buffer(count_of(values), what);
+  VERKV_CUDA_CHECK(
+      cudaMemcpy(buffer.data(), values.data(), 4 * values.size(), cudaMemcpyHostToDevice));
+  // The copy of pageable memory may still be on its way, and other streams do not wait for it.
+  VERKV_CUDA_CHECK(cudaDeviceSynchronize());
+  return buffer;
+}
+
+cuda::LayerView layer_view(const SyntheticShape& shape) {
+  cuda::LayerView view;
+  view.kv_heads = static_cast<int>(shape.kv_heads);
+  view.group = static_cast<int>(shape.group);
+  view.key_dim = view.value_dim = static_cast<int>(shape.dim);
+  view.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(shape.dim)));
+  view.storage = DType::f16;
+  view.sketch = largest_sketch_shape(kSketch.kind, kSketch.bits, view.key_dim);
+  const FetchConfig fetch;
+  view.mode = fetch.mode;
+  view.log_term = log_two_over(fetch.delta);
+  view.cap = static_cast<float>(fetch.cap);
+  return view;
+}
+
+cuda::LayerView under(const Rule& rule, cuda::LayerView view) {
+  view.epsilon = rule.epsilon;
+  view.risk = rule.risk;
+  return view;
+}
+
+}  // namespace
+
+// ---- Prompt
+
+Prompt::Prompt(std::int64_t tokens, std::int64_t kv_heads, int rows)
+    : rows_(rows),
+      cache_({.tokens = tokens,
+              .kv_heads = kv_heads,
+              .group = kDenseGroup,
+              .dim = kDenseDim,
+              .steps = rows + kPromptSteps}) {
+  keys_ = on_device(cache_.keys, "the prompt's keys");
+  cache_.keys = {};
+  values_ = on_device(cache_.values, "the prompt's values");
+  cache_.values = {};
+  queries_ = on_device(cache_.queries, "queries");
+  importance_ = on_device(cache_.importance, "importance");
+}
+
+TensorView Prompt::rows_view(const cuda::DeviceBuffer<float>& rows) const {
+  return head_major(rows.data(), DType::f32, shape().tokens, shape().kv_heads, shape().dim);
+}
+
+TensorView Prompt::queries() const {
+  return token_major(queries_.data(), DType::f32, rows_, query_heads(), shape().dim);
+}
+
+TensorView Prompt::prompt_queries(MemorySpace space) const {
+  const float* all = space == MemorySpace::device ? queries_.data() : cache_.queries.data();
+  return token_major(all + rows_ * query_heads() * shape().dim, DType::f32, kPromptSteps,
+                     query_heads(), shape().dim);
+}
+
+ImportanceView Prompt::importance(MemorySpace space) const {
+  const float* scores =
+      space == MemorySpace::device ? importance_.data() : cache_.importance.data();
+  return {scores, shape().kv_heads, shape().tokens, shape().tokens};
+}
+
+// ---- Scene
+
+Scene::Scene(const Prompt& prompt, int rows, cudaStream_t stream)
+    : prompt_(prompt),
+      stream_(stream),
+      layer_(layer_view(prompt.shape())),
+      store_(layer_),
+      table_(rows * layer_.kv_heads, "the table of heads") {
+  append();
+  compress();
+  copy_rows(rows);
+  allocate_step(rows);
+}
+
+void Scene::append() {
+  const cuda::DeviceBuffer<cuda::BadNumber> bad(1, "the check of appended numbers");
+  VERKV_CUDA_CHECK(cudaMemsetAsync(bad.data(), 0, at(bad.bytes()), stream_));
+  const std::int64_t count = prompt_.shape().tokens;
+  store_.reserve_append(count, table_.data(), stream_);
+  cuda::AppendStep step;
+  step.keys = prompt_.key_view();
+  step.values = prompt_.value_view();
+  step.bad = bad.data();
+  store_.append_rows(step, 0, true, table_.data(), stream_);
+  store_.add_tokens(count);
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream_));
+}
+
+// As the backend with Pool::head: sinks are always resident, sinks and window are paid from the
+// budget.
+std::vector<Positive16> Scene::solve_odds() const {
+  const std::int64_t count = tokens() - kLocalTokens;
+  const double budget =
+      std::max(0.0, kKeep * static_cast<double>(tokens()) - kSinkTokens - kLocalTokens);
+  const ImportanceView scores = prompt_.importance(MemorySpace::host);
+  std::vector<Positive16> odds;
+  std::vector<float> scratch(at(count - kSinkTokens));
+  for (std::int64_t h = 0; h < kv_heads(); ++h) {
+    const std::span<const float> tau(scores.data + h * scores.head_stride + kSinkTokens,
+                                     scratch.size());
+    const Inclusion inclusion = solve_inclusion(tau, budget, std::span(scratch));
+    odds.insert(odds.end(), kSinkTokens, kPositive16Infinity);
+    for (const float x : tau)
+      odds.push_back(stored_odds(inclusion.probability(static_cast<double>(x))));
+  }
+  return odds;
+}
+
+void Scene::compress() {
+  const std::vector<Positive16> odds = solve_odds();
+  const std::int64_t count = tokens() - kLocalTokens;
+  const ImportanceView scores = prompt_.importance(MemorySpace::host);
+  std::vector<std::future<SketchBasis>> parts;
+  for (std::int64_t h = 0; h < kv_heads(); ++h) {
+    parts.push_back(std::async(std::launch::async, [&, h] {
+      const std::span<const Positive16> own(odds.data() + h * count, at(count));
+      const cpu::StoredTokens keys(store_.host_keys(h), own, scores.data + h * scores.head_stride);
+      return calibrate_sketch(kSketch.bits, keys,
+                              cpu::gather_queries(prompt_.prompt_queries(MemorySpace::host), 0,
+                                                  h * layer_.group, layer_.group),
+                              kSeed);
+    }));
+  }
+  std::vector<SketchBasis> bases;
+  for (auto& part : parts) bases.push_back(part.get());
+  store_.take(store_.compress(odds, std::move(bases), DrawKey{kSeed, 0, 0, 0}, 0, true,
+                              table_.data(), stream_),
+              table_.data(), stream_);
+}
+
+std::vector<cuda::HeadView> Scene::copy_row() {
+  cuda::PinnedBuffer host(pinned_bytes(tokens(), kv_heads(), 1), "the host tier of a copy");
+  const auto copy = [&](auto*& array, std::int64_t count) {
+    const std::int64_t bytes = count * static_cast<std::int64_t>(sizeof *array);
+    cuda::DeviceBuffer<std::byte> buffer(bytes, "the fast tier of a copy");
+    VERKV_CUDA_CHECK(
+        cudaMemcpyAsync(buffer.data(), array, at(bytes), cudaMemcpyDeviceToDevice, stream_));
+    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(buffer.data());
+    device_copies_.push_back(std::move(buffer));
+  };
+  std::vector<cuda::HeadView> views(store_.views().begin(), store_.views().end());
+  for (std::int64_t h = 0; h < kv_heads(); ++h) {
+    cuda::HeadView& view = views[at(h)];
+    const std::int64_t rows_at = h * tokens() * kRowBytes;
+    std::memcpy(host.data() + rows_at, host_rows(0, h), at(tokens() * kRowBytes));
+    view.host_rows = host.device() + rows_at;
+    const std::int64_t padded = (view.compressed + kSketchGroup - 1) / kSketchGroup * kSketchGroup;
+    const std::int64_t window = view.tokens - view.compressed;
+    copy(view.resident_keys, view.residents() * kRowBytes / 2);
+    copy(view.resident_values, view.residents() * kRowBytes / 2);
+    copy(view.resident_position, view.residents());
+    copy(view.codes, code_storage_bytes(sketch_of(layer_, view), view.compressed));
+    copy(view.scales, padded);
+    copy(view.odds, padded);
+    copy(view.channel_means, layer_.key_dim);
+    copy(view.basis_query, std::int64_t{view.sketch_dim} * layer_.key_dim);
+    copy(view.window_square, window);
+    copy(view.window_steps, window);
+  }
+  host_copies_.push_back(std::move(host));
+  return views;
+}
+
+void Scene::copy_rows(int rows) {
+  std::vector<cuda::HeadView> views(store_.views().begin(), store_.views().end());
+  for (int row = 1; row < rows; ++row) {
+    const std::vector<cuda::HeadView> copy = copy_row();
+    views.insert(views.end(), copy.begin(), copy.end());
+  }
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(table_.data(), views.data(), at(table_.bytes()),
+                                   cudaMemcpyHostToDevice, stream_));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream_));
+}
+
+void Scene::allocate_step(int rows) {
+  std::vector<std::int32_t> slots;
+  for (int row = 0; row < rows; ++row) slots.push_back(row);
+  slots_ = cuda::DeviceBuffer<std::int32_t>(rows, "the rows of a step");
+  const std::int64_t query_heads = rows * prompt_.query_heads();
+  output_ = cuda::DeviceBuffer<float>(query_heads * layer_.value_dim, "outputs");
+  lse_ = cuda::DeviceBuffer<float>(query_heads, "outputs");
+  query_reports_ = cuda::DeviceBuffer<QueryHeadReport>(query_heads, "reports");
+  kv_reports_ = cuda::DeviceBuffer<KvHeadReport>(rows * kv_heads(), "reports");
+  // A rule with a certificate needs the most.
+  workspace_ = cuda::DeviceBuffer<std::byte>(
+      cuda::step_workspace_bytes(under({"", 0.1, kOff}, layer_), rows, store_.compressed(),
+                                 store_.most_residents()),
+      "the workspace of a step");
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(slots_.data(), slots.data(), at(slots_.bytes()),
+                                   cudaMemcpyHostToDevice, stream_));
+  // Reports are copied whole, with the bytes between their members.
+  VERKV_CUDA_CHECK(cudaMemsetAsync(kv_reports_.data(), 0, at(kv_reports_.bytes()), stream_));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream_));
+}
+
+cuda::StepArguments Scene::step(const Rule& rule, int rows) const {
+  cuda::StepArguments arguments;
+  cuda::StepView& view = arguments.view;
+  view.layer = under(rule, layer_);
+  view.heads = table_.data();
+  view.slots = slots_.data();
+  view.rows = rows;
+  const TensorView queries = prompt_.queries();
+  view.queries = queries.data;
+  view.query_type = queries.type;
+  view.query_row_stride = queries.token_stride;
+  view.query_head_stride = queries.head_stride;
+  view.output = output_.data();
+  view.lse = lse_.data();
+  view.query_reports = query_reports_.data();
+  view.kv_reports = kv_reports_.data();
+  view.score_window = true;
+  view.most_compressed = store_.compressed();
+  view.most_residents = store_.most_residents();
+  view.workspace = workspace_.data();
+  arguments.grid = cuda::step_grid(view.layer, rows, view.most_compressed, view.most_residents);
+  cuda::lay_out(view.layer, arguments.grid, rows, view.most_compressed, view.most_residents,
+                view.workspace, arguments.workspace);
+  return arguments;
+}
+
+const std::byte* Scene::host_rows(int row, std::int64_t head) const {
+  if (row == 0) return static_cast<const std::byte*>(store_.host_keys(head).data);
+  return host_copies_[at(row - 1)].data() + head * tokens() * kRowBytes;
+}
+
+std::int64_t Scene::moved_tokens(int rows) const {
+  std::vector<KvHeadReport> reports(at(rows * kv_heads()));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream_));
+  VERKV_CUDA_CHECK(cudaMemcpy(reports.data(), kv_reports_.data(),
+                              reports.size() * sizeof(KvHeadReport), cudaMemcpyDeviceToHost));
+  std::int64_t moved = 0;
+  for (const KvHeadReport& report : reports) moved += report.moved_tokens;
+  return moved;
+}
+
+Scene::Sizes Scene::sizes() const {
+  Sizes sizes;
+  for (const cuda::HeadView& view : store_.views()) {
+    sizes.residents += view.residents();
+    sizes.sketch +=
+        view.compressed * sketch_of(layer_, view).token_bytes() +
+        std::int64_t{view.sketch_dim} * layer_.key_dim * static_cast<std::int64_t>(sizeof(Half));
+    sizes.odds += view.compressed * static_cast<std::int64_t>(sizeof(Positive16));
+    sizes.resident_keys += view.residents() * kRowBytes / 2;
+    sizes.resident_values += view.residents() * kRowBytes / 2;
+  }
+  return sizes;
+}
+
+// ---- CapturedLayers
+
+CapturedLayers::CapturedLayers(const Prompt& prompt, const Rule& rule, int layers,
+                               cudaStream_t stream)
+    : stream_(stream),
+      prompt_(prompt),
+      output_(prompt.query_heads() * prompt.shape().dim, "outputs") {
+  CacheConfig config;
+  LayerConfig layer;
+  layer.kv_heads = prompt.shape().kv_heads;
+  layer.query_heads = prompt.query_heads();
+  layer.key_dim = layer.value_dim = prompt.shape().dim;
+  config.layers.assign(at(layers), layer);
+  config.storage = DType::f16;
+  config.keep = kKeep;
+  config.sink_tokens = kSinkTokens;
+  config.local_tokens = kLocalTokens;
+  config.sketch = kSketch;
+  config.fetch.epsilon = rule.epsilon;
+  config.fetch.risk = rule.risk;
+  config.seed = kSeed;
+  CudaOptions options;
+  options.stream = stream;
+  options.views = MemorySpace::device;
+  cache_ = make_cuda_cache(config, options);
+  sequence_ = cache_->create_sequence(0);
+  for (std::int64_t i = 0; i < layers; ++i)
+    cache_->append(sequence_, i, prompt.key_view(), prompt.value_view());
+  const std::vector<ImportanceView> importance(at(layers), prompt.importance(MemorySpace::device));
+  const std::vector<TensorView> queries(at(layers), prompt.prompt_queries(MemorySpace::device));
+  cache_->compress(sequence_, importance, queries);
+  // What a first step prepares must not be captured.
+  attend();
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  graph_.emplace(stream, [this] { attend(); });
+}
+
+void CapturedLayers::attend() {
+  AttendBatch batch;
+  batch.sequences = {&sequence_, 1};
+  batch.queries = prompt_.queries();
+  batch.queries.tokens = 1;
+  batch.output = output_.data();
+  for (std::int64_t i = 0; i < layers(); ++i) cache_->attend(i, batch);
+}
+
+std::int64_t CapturedLayers::fast_bytes() const {
+  return cache_->memory(sequence_).fast_bytes() / layers();
+}
+
+double CapturedLayers::moved_tokens() const {
+  double moved = 0;
+  for (std::int64_t i = 0; i < layers(); ++i) {
+    const LayerStatistics statistics = cache_->statistics(i);
+    moved += static_cast<double>(statistics.moved_tokens) / static_cast<double>(statistics.steps);
+  }
+  return moved / layers();
+}
+
+}  // namespace verkv::bench
