@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,7 +15,6 @@
 #include "compress.hpp"
 #include "cuda_error.hpp"
 #include "cudart.hpp"
-#include "device_memory.hpp"
 #include "step_kernels.hpp"
 #include "step_support.hpp"
 
@@ -198,8 +196,8 @@ TEST_CASE("append, encode, draw and gather at positions beyond 2^31") {
     std::uint32_t* const drawn_position = allocate<std::uint32_t>(kRoom);
     std::int64_t* const count = allocate<std::int64_t>(1);
     const DrawKey key{7, 1, 2, 3};
-    VERKV_CUDA_CHECK(launch_draw(layer, head, key, tokens, tokens + kRoom,
-                                 before(drawn_position, 0), kRoom, count, nullptr));
+    VERKV_CUDA_CHECK(launch_draw(layer, head, key, tokens, tokens + kRoom, drawn_position, kRoom,
+                                 count, nullptr));
     REQUIRE(first_fault() == "");
     std::vector<std::uint32_t> expected;
     for (std::int64_t i = tokens; i < tokens + kRoom; ++i) {
