@@ -5,6 +5,7 @@
 #include "cuda_kernels.hpp"
 #include "cuda_timing.hpp"
 #include "device_memory.hpp"
+#include "host_buffer.hpp"
 
 namespace verkv::bench {
 namespace {
@@ -32,7 +33,7 @@ class Probes {
         out_(blocks_ * kReadThreads, "probes"),
         from_(sizes.device_bytes, "probes"),
         to_(sizes.device_bytes, "probes"),
-        host_(sizes.host_bytes, "probes") {
+        host_(sizes.host_bytes, "probes", true) {
     VERKV_CUDA_CHECK(
         cudaMemsetAsync(from_.data(), 1, static_cast<std::size_t>(from_.bytes()), stream));
     for (std::int64_t i = 0; i < host_.bytes(); ++i)
@@ -97,7 +98,7 @@ class Probes {
   cuda::DeviceBuffer<std::uint32_t> out_;
   cuda::DeviceBuffer<std::byte> from_;
   cuda::DeviceBuffer<std::byte> to_;
-  cuda::PinnedBuffer host_;
+  cuda::HostBuffer host_;
 };
 
 }  // namespace

@@ -99,7 +99,7 @@ Scene::Scene(const Prompt& prompt, int rows, cudaStream_t stream)
     : prompt_(prompt),
       stream_(stream),
       layer_(layer_view(prompt.shape())),
-      store_(layer_),
+      store_(layer_, true),
       table_(rows * layer_.kv_heads, "the table of heads") {
   append();
   compress();
@@ -164,7 +164,7 @@ void Scene::compress() {
 }
 
 std::vector<cuda::HeadView> Scene::copy_row() {
-  cuda::PinnedBuffer host(pinned_bytes(tokens(), kv_heads(), 1), "the host tier of a copy");
+  cuda::HostBuffer host(pinned_bytes(tokens(), kv_heads(), 1), "the host tier of a copy", true);
   const auto copy = [&](auto*& array, std::int64_t count) {
     const std::int64_t bytes = count * static_cast<std::int64_t>(sizeof *array);
     cuda::DeviceBuffer<std::byte> buffer(bytes, "the fast tier of a copy");
@@ -307,6 +307,7 @@ CapturedLayers::CapturedLayers(const Prompt& prompt, const Rule& rule, int layer
   CudaOptions options;
   options.stream = stream;
   options.views = MemorySpace::device;
+  options.require_pinned = true;
   cache_ = make_cuda_cache(config, options);
   sequence_ = cache_->create_sequence(0);
   for (std::int64_t i = 0; i < layers; ++i)

@@ -16,6 +16,7 @@
 #include "cuda_kernels.hpp"
 #include "cuda_timing.hpp"
 #include "device_memory.hpp"
+#include "host_buffer.hpp"
 #include "step_workspace.hpp"
 #include "store.hpp"
 #include "synthetic.hpp"
@@ -119,7 +120,7 @@ class Scene {
   cuda::LayerStore store_;
   cuda::DeviceBuffer<cuda::HeadView> table_;
   std::vector<cuda::DeviceBuffer<std::byte>> device_copies_;
-  std::vector<cuda::PinnedBuffer> host_copies_;  // [row - 1]
+  std::vector<cuda::HostBuffer> host_copies_;  // [row - 1]
   cuda::DeviceBuffer<std::int32_t> slots_;
   cuda::DeviceBuffer<float> output_;
   cuda::DeviceBuffer<float> lse_;

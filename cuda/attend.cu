@@ -6,7 +6,10 @@
 #include <verkv/attention.hpp>
 #include <verkv/shrinkage.hpp>
 
+#include "compress.hpp"
 #include "device_math.cuh"
+#include "launch.hpp"
+#include "query.cuh"
 #include "step_kernels.hpp"
 
 namespace verkv::cuda {
@@ -115,6 +118,23 @@ VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& v
   }
 }
 
+// A query that is not finite spoils its own head's answer; without this nobody would be told.
+VERKV_DEVICE void check_queries(const StepView& step, std::int64_t row, std::int64_t first_head,
+                                int heads) {
+  const int key_dim = step.layer.key_dim;
+  for (int i = threadIdx.x; i < heads * key_dim; i += kThreads) {
+    const float x = query_number(step, row, first_head + i / key_dim, i % key_dim);
+    if (fabsf(x) <= 3.402823466e+38f) continue;  // false for NaN
+    if (atomicCAS(&step.bad->claimed, 0u, 1u) != 0u) continue;
+    step.bad->source = NumberSource::queries;
+    step.bad->layer = step.layer_index;
+    step.bad->token = row;
+    step.bad->head = first_head + i / key_dim;
+    step.bad->coordinate = i % key_dim;
+    step.bad->number = x;
+  }
+}
+
 // Grid: (rows x KV heads, splits, parts of a group). A thread keeps kUnits times four coordinates.
 template <class Element, int kUnits>
 __global__ void __launch_bounds__(kThreads, kUnits > 1 ? 1 : 2)
@@ -158,6 +178,8 @@ __global__ void __launch_bounds__(kThreads, kUnits > 1 ? 1 : 2)
   const int value_dim = layer.value_dim;
   const std::int64_t residents = view.residents();
   const std::int64_t moved = ws.groups[pair].moved;
+  const std::int64_t first_head = pair % layer.kv_heads * layer.group + first;
+  if (step.bad != nullptr && split == 0) check_queries(step, row, first_head, heads);
   if (tid < heads) {
     tops[tid] = minus_infinity();
     sums[tid] = 0;
@@ -166,20 +188,8 @@ __global__ void __launch_bounds__(kThreads, kUnits > 1 ? 1 : 2)
   if (moved > 0) {
     for (int i = tid; i < heads * shared.query_stride; i += kThreads) {
       const int j = i % shared.query_stride;
-      float x = 0;
-      if (j < key_dim) {
-        const std::int64_t at =
-            row * step.query_row_stride +
-            (pair % layer.kv_heads * layer.group + first + i / shared.query_stride) *
-                step.query_head_stride +
-            j;
-        x = layer.scale * (step.query_type == DType::f32
-                               ? static_cast<const float*>(step.queries)[at]
-                           : step.query_type == DType::f16
-                               ? as_float(static_cast<const Half*>(step.queries)[at])
-                               : as_float(static_cast<const BFloat16*>(step.queries)[at]));
-      }
-      query[i] = x;
+      const std::int64_t head = first_head + i / shared.query_stride;
+      query[i] = j < key_dim ? layer.scale * query_number(step, row, head, j) : 0.0f;
     }
   }
 
@@ -401,20 +411,19 @@ cudaError_t launch_for(const StepArguments& arguments, cudaStream_t stream) {
                     static_cast<unsigned>(grid.attend_splits),
                     static_cast<unsigned>(grid.attend_parts));
   const int shared = AttendShared(arguments.view.layer, grid).bytes();
-  const auto launch = [&](auto* kernel) {
+  const auto launch_one = [&](auto* kernel) {
     if (shared > (40 << 10)) {  // above what needs no permission, less the static part
       const cudaError_t error =
           cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
       if (error != cudaSuccess) return error;
     }
-    kernel<<<blocks, kThreads, static_cast<std::size_t>(shared), stream>>>(arguments);
-    return cudaGetLastError();
+    return launch(kernel, blocks, kThreads, static_cast<std::size_t>(shared), stream, arguments);
   };
   const int units = grid.part_heads * grid.units;
-  if (units <= kThreads) return launch(attend_kernel<Element, 1>);
-  if (units <= 2 * kThreads) return launch(attend_kernel<Element, 2>);
-  return launch(attend_kernel<Element, 8>);
+  if (units <= kThreads) return launch_one(attend_kernel<Element, 1>);
+  if (units <= 2 * kThreads) return launch_one(attend_kernel<Element, 2>);
+  return launch_one(attend_kernel<Element, 8>);
 }
 
 }  // namespace

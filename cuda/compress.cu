@@ -10,6 +10,7 @@
 
 #include "compress.hpp"
 #include "device_math.cuh"
+#include "launch.hpp"
 
 namespace verkv::cuda {
 namespace {
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
       store(host, layer.storage, j, x);
       if (fabsf(x) <= limit) continue;  // false for NaN
       if (atomicCAS(&step.bad->claimed, 0u, 1u) == 0u) {
-        step.bad->values = is_value;
+        step.bad->source = is_value ? NumberSource::values : NumberSource::keys;
         step.bad->sequence = step.sequence;
         step.bad->layer = step.layer_index;
         step.bad->token = step.token_offset + token;
@@ -298,76 +299,19 @@ __global__ void __launch_bounds__(kSlotsPerLaunch)
   if (i < count) out_slots[i] = batch.slot[i];
 }
 
-VERKV_DEVICE std::int64_t block_sum(std::int64_t x, std::int64_t* shared) {
-  for (int half = 16; half > 0; half /= 2) {
-    x += static_cast<std::int64_t>(
-        __shfl_xor_sync(kWholeWarp, static_cast<unsigned long long>(x), half));
-  }
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  std::int64_t sum = 0;
-  for (int w = 0; w < kWarps; ++w) sum += shared[w];
-  return sum;
-}
-
-// One block: a batch has few rows.
-__global__ void __launch_bounds__(kThreads) count_kernel(StepView step, LayerStatistics* counters) {
-  __shared__ std::int64_t shared[kWarps];
-  const int thread = static_cast<int>(threadIdx.x);
-  LayerStatistics sum;
-  const int query_heads = step.layer.query_heads();
-  const int kv_heads = step.layer.kv_heads;
-  for (int i = thread; i < step.rows * query_heads; i += kThreads) {
-    if (step.slots[i / query_heads] < 0) continue;
-    const QueryHeadReport& report = step.query_reports[i];
-    ++sum.decisions;
-    sum.certified += report.certified ? 1 : 0;
-    sum.fetching += report.planned_tokens > 0 ? 1 : 0;
-    sum.planned_tokens += report.planned_tokens;
-    sum.steps += i % query_heads == 0 ? 1 : 0;
-  }
-  for (int i = thread; i < step.rows * kv_heads; i += kThreads) {
-    const std::int64_t slot = step.slots[i / kv_heads];
-    if (slot < 0) continue;
-    const KvHeadReport& report = step.kv_reports[i];
-    sum.fetched_tokens += report.fetched_tokens;
-    sum.moved_tokens += report.moved_tokens;
-    sum.moved_bytes += report.moved_bytes;
-    sum.resident_tokens += report.resident_tokens;
-    sum.cached_tokens += step.heads[slot * kv_heads + i % kv_heads].tokens;
-  }
-  const auto add = [&](std::int64_t& counter, std::int64_t x) {
-    const std::int64_t all = block_sum(x, shared);
-    if (thread == 0) counter += all;
-  };
-  add(counters->steps, sum.steps);
-  add(counters->decisions, sum.decisions);
-  add(counters->certified, sum.certified);
-  add(counters->fetching, sum.fetching);
-  add(counters->planned_tokens, sum.planned_tokens);
-  add(counters->fetched_tokens, sum.fetched_tokens);
-  add(counters->moved_tokens, sum.moved_tokens);
-  add(counters->moved_bytes, sum.moved_bytes);
-  add(counters->cached_tokens, sum.cached_tokens);
-  add(counters->resident_tokens, sum.resident_tokens);
-}
-
 }  // namespace
 
 cudaError_t launch_append(const LayerView& layer, const AppendStep& step, cudaStream_t stream) {
   if (step.keys.tokens == 0) return cudaSuccess;
-  append_kernel<<<blocks_for(step.keys.tokens * layer.kv_heads), kThreads, 0, stream>>>(
-      layer, step, largest_stored(layer.storage));
-  return cudaGetLastError();
+  return launch(append_kernel, blocks_for(step.keys.tokens * layer.kv_heads), kThreads, 0, stream,
+                layer, step, largest_stored(layer.storage));
 }
 
 cudaError_t launch_channel_means(const LayerView& layer, const HeadView* heads, std::int64_t end,
                                  cudaStream_t stream) {
   const int parts = (layer.key_dim + kThreads - 1) / kThreads;
-  channel_means_kernel<<<static_cast<unsigned>(layer.kv_heads * parts), kThreads, 0, stream>>>(
-      layer, heads, end);
-  return cudaGetLastError();
+  return launch(channel_means_kernel, static_cast<unsigned>(layer.kv_heads * parts), kThreads, 0,
+                stream, layer, heads, end);
 }
 
 cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::int64_t end,
@@ -378,16 +322,14 @@ cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::in
                              (static_cast<std::size_t>(row_stride) * sizeof(float) +
                               static_cast<std::size_t>(layer.sketch.code_bytes()));
   const unsigned blocks = blocks_for((end / kSketchGroup + 1) * layer.kv_heads);
-  encode_kernel<<<blocks, kThreads, shared, stream>>>(layer, heads, end, row_stride);
-  return cudaGetLastError();
+  return launch(encode_kernel, blocks, kThreads, shared, stream, layer, heads, end, row_stride);
 }
 
 cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawKey& key,
                         std::int64_t begin, std::int64_t end, std::uint32_t* out_position,
                         std::int64_t stride, std::int64_t* out_count, cudaStream_t stream) {
-  draw_kernel<<<static_cast<unsigned>(layer.kv_heads), kDrawThreads, 0, stream>>>(
-      heads, key, begin, end, out_position, stride, out_count);
-  return cudaGetLastError();
+  return launch(draw_kernel, static_cast<unsigned>(layer.kv_heads), kDrawThreads, 0, stream, heads,
+                key, begin, end, out_position, stride, out_count);
 }
 
 cudaError_t launch_gather_residents(const LayerView& layer, const GatherStep& step,
@@ -395,19 +337,15 @@ cudaError_t launch_gather_residents(const LayerView& layer, const GatherStep& st
   if (step.most_residents == 0) return cudaSuccess;
   const std::int64_t element = static_cast<std::int64_t>(size_bytes(layer.storage));
   const unsigned blocks = blocks_for((step.most_residents * layer.kv_heads + kWarps - 1) / kWarps);
-  if (layer.key_dim * element % 16 == 0 && layer.value_dim * element % 16 == 0) {
-    gather_residents_kernel<uint4><<<blocks, kThreads, 0, stream>>>(layer, step);
-  } else {
-    gather_residents_kernel<std::uint16_t><<<blocks, kThreads, 0, stream>>>(layer, step);
-  }
-  return cudaGetLastError();
+  const bool wide = layer.key_dim * element % 16 == 0 && layer.value_dim * element % 16 == 0;
+  return launch(wide ? gather_residents_kernel<uint4> : gather_residents_kernel<std::uint16_t>,
+                blocks, kThreads, 0, stream, layer, step);
 }
 
 cudaError_t launch_move_window(const LayerView& layer, const HeadView* from, const HeadView* to,
                                bool zeros, cudaStream_t stream) {
-  move_window_kernel<<<static_cast<unsigned>(layer.kv_heads), kThreads, 0, stream>>>(from, to,
-                                                                                     zeros);
-  return cudaGetLastError();
+  return launch(move_window_kernel, static_cast<unsigned>(layer.kv_heads), kThreads, 0, stream,
+                from, to, zeros);
 }
 
 cudaError_t launch_write_slots(const std::int32_t* slots, int count, std::int32_t* out_slots,
@@ -416,16 +354,11 @@ cudaError_t launch_write_slots(const std::int32_t* slots, int count, std::int32_
     SlotBatch batch = {};
     const int here = std::min(count - first, kSlotsPerLaunch);
     std::copy(slots + first, slots + first + here, batch.slot);
-    write_slots_kernel<<<1, kSlotsPerLaunch, 0, stream>>>(batch, here, out_slots + first);
-    const cudaError_t error = cudaGetLastError();
+    const cudaError_t error =
+        launch(write_slots_kernel, 1, kSlotsPerLaunch, 0, stream, batch, here, out_slots + first);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
-}
-
-cudaError_t launch_count(const StepView& step, LayerStatistics* counters, cudaStream_t stream) {
-  count_kernel<<<1, kThreads, 0, stream>>>(step, counters);
-  return cudaGetLastError();
 }
 
 }  // namespace verkv::cuda

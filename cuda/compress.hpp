@@ -15,14 +15,16 @@
 
 namespace verkv::cuda {
 
-// The first number found by append that is not finite or does not fit the storage type; whoever
-// claims it describes it.
+enum class NumberSource : std::uint32_t { keys, values, queries };
+
+// The first number found that is not finite or does not fit the storage type, by append among keys
+// and values, by a step among queries; whoever claims it describes it.
 struct BadNumber {
   std::uint32_t claimed = 0;
-  std::uint32_t values = 0;  // 0: among the keys, 1: among the values
-  std::int64_t sequence = 0;
+  NumberSource source = NumberSource::keys;
+  std::int64_t sequence = 0;  // not of queries
   std::int64_t layer = 0;
-  std::int64_t token = 0;
+  std::int64_t token = 0;  // of queries: the row of the batch
   std::int64_t head = 0;
   std::int32_t coordinate = 0;
   float number = 0;
@@ -91,9 +93,6 @@ cudaError_t launch_move_window(const LayerView& layer, const HeadView* from, con
 // change at once.
 cudaError_t launch_write_slots(const std::int32_t* slots, int count, std::int32_t* out_slots,
                                cudaStream_t stream);
-
-// Adds a step's reports to the counters of its layer.
-cudaError_t launch_count(const StepView& step, LayerStatistics* counters, cudaStream_t stream);
 
 }  // namespace verkv::cuda
 

@@ -154,7 +154,7 @@ class CudaBackend final : public Backend {
     sequences_.clear();
   }
 
-  std::string description() const override { return description_; }
+  std::string description() const override { return description_ + "; host tier: " + host_tier(); }
 
   void create(SequenceId id, std::uint64_t draw) override {
     const CurrentDevice current(options_.device);
@@ -164,7 +164,7 @@ class CudaBackend final : public Backend {
     sequence->compressed_before.resize(layers_.size(), false);
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       if (!layers_[i].config.cached) continue;
-      sequence->layers[i] = std::make_unique<LayerStore>(layers_[i].view);
+      sequence->layers[i] = std::make_unique<LayerStore>(layers_[i].view, options_.require_pinned);
     }
     free_slots_.reserve(sequences_.size() + free_slots_.size() + 1);
     const bool reused = !free_slots_.empty();
@@ -211,6 +211,10 @@ class CudaBackend final : public Backend {
     LayerStore& store = *sequence.layers[layer];
     HeadView* const entries = table(layer, sequence);
     if (keys.tokens == 0) return;
+    const bool compresses =
+        sequence.compressed_before[layer] && outgrown_chunks(store, keys.tokens) > 0;
+    // Before anything changes, since this call will wait for the device anyway.
+    if (compresses && options_.views == MemorySpace::device) check_numbers();
     store.reserve_append(keys.tokens, entries, stream_);
     reserve_lengths(layer, store.compressed(), store.most_residents() + keys.tokens);
     AppendStep step;
@@ -230,7 +234,7 @@ class CudaBackend final : public Backend {
       store.add_tokens(keys.tokens);
       store.write_table(entries, stream_);
     }
-    if (!sequence.compressed_before[layer]) return;
+    if (!compresses) return;
     try {
       compress_outgrown_window(sequence, layer);
     } catch (const std::bad_alloc&) {
@@ -312,6 +316,7 @@ class CudaBackend final : public Backend {
     step.most_compressed = layer.most_compressed;
     step.most_residents = layer.most_residents;
     step.workspace = workspace_.data();
+    step.counters = counters_.data() + index;
     const bool staged = options_.views == MemorySpace::host;
     const std::int64_t query_heads = rows * layer.config.query_heads;
     if (staged) {
@@ -326,11 +331,12 @@ class CudaBackend final : public Backend {
       step.queries = batch.queries.data;
       step.query_row_stride = batch.queries.token_stride;
       step.query_head_stride = batch.queries.head_stride;
+      step.bad = bad_.data();  // the host has looked at its own
+      step.layer_index = layer_index;
       step.output = batch.output;
       step.lse = batch.lse;
     }
     VERKV_CUDA_CHECK(launch_step(step, stream_));
-    VERKV_CUDA_CHECK(launch_count(step, counters_.data() + index, stream_));
     if (staged) {
       copy_out(batch.output, output_staging_.data(), size(query_heads * layer.config.value_dim));
       if (batch.lse != nullptr) copy_out(batch.lse, lse_staging_.data(), size(query_heads));
@@ -379,6 +385,27 @@ class CudaBackend final : public Backend {
  private:
   Sequence& find(SequenceId id) { return *sequences_.find(id.value)->second; }
   const Sequence& find(SequenceId id) const { return *sequences_.find(id.value)->second; }
+
+  // How the host tier is held, for the description.
+  std::string host_tier() const {
+    std::int64_t pageable = 0;
+    std::int64_t all = 0;
+    const HostBuffer* example = nullptr;
+    for (const auto& [id, sequence] : sequences_) {
+      for (const auto& store : sequence->layers) {
+        if (!store) continue;
+        const HostBuffer& block = store->host_tier();
+        all += block.bytes();
+        if (!block.pageable()) continue;
+        pageable += block.bytes();
+        example = &block;
+      }
+    }
+    if (example == nullptr) return "pinned";
+    return std::to_string(pageable) + " of " + std::to_string(all) + " bytes pageable, " +
+           (example->kind() == HostMemory::managed ? "managed" : "ordinary") +
+           " memory (pinning was refused: " + example->refusal() + ")";
+  }
 
   bool compressible(std::size_t layer) const {
     return layers_[layer].config.cached && !layers_[layer].config.dense;
@@ -573,20 +600,26 @@ class CudaBackend final : public Backend {
     }
   }
 
-  // Throws what the check of appended numbers has found so far. Waits for the stream.
+  // Throws what the checks of appended numbers and of queries have found so far. Waits for the
+  // stream.
   void check_numbers() const {
     BadNumber bad;
     copy_out(&bad, bad_.data(), 1);
     synchronize();
     if (bad.claimed == 0) return;
     VERKV_CUDA_CHECK(cudaMemsetAsync(bad_.data(), 0, sizeof(BadNumber), stream_));
-    throw InvalidArgument(
-        std::string(bad.values != 0 ? "values" : "keys") + " of sequence " +
-        std::to_string(bad.sequence) + ", layer " + std::to_string(bad.layer) + ": token " +
-        std::to_string(bad.token) + ", head " + std::to_string(bad.head) + ", coordinate " +
-        std::to_string(bad.coordinate) + " is " + std::to_string(bad.number) +
-        "; it must be finite and, stored as " + name(config_.storage) + ", not above " +
-        std::to_string(largest_stored(config_.storage)) + " in size");
+    const std::string place = std::to_string(bad.token) + ", head " + std::to_string(bad.head) +
+                              ", coordinate " + std::to_string(bad.coordinate) + " is " +
+                              std::to_string(bad.number) + "; it must be finite";
+    if (bad.source == NumberSource::queries) {
+      throw InvalidArgument("queries of a step, layer " + std::to_string(bad.layer) + ": row " +
+                            place);
+    }
+    throw InvalidArgument(std::string(bad.source == NumberSource::values ? "values" : "keys") +
+                          " of sequence " + std::to_string(bad.sequence) + ", layer " +
+                          std::to_string(bad.layer) + ": token " + place + " and, stored as " +
+                          name(config_.storage) + ", not above " +
+                          std::to_string(largest_stored(config_.storage)) + " in size");
   }
 
   // ---- Compression
@@ -749,19 +782,27 @@ class CudaBackend final : public Backend {
     return token_major(copy.data(), view.type, view.tokens, view.heads, view.dim);
   }
 
+  // By how many tokens, in whole chunks, the local window will have outgrown its size with `added`
+  // more.
+  std::int64_t outgrown_chunks(const LayerStore& store, std::int64_t added) const {
+    const std::int64_t chunk = config_.chunk_tokens;
+    if (chunk == 0 || config_.keep >= 1) return 0;
+    const std::int64_t outgrown =
+        store.tokens() + added - store.compressed() - config_.local_tokens;
+    return std::max<std::int64_t>(0, outgrown) / chunk * chunk;
+  }
+
   // Decode: the oldest chunks of a local window that has outgrown its size, by the attention they
   // received. The layer's heads share a pool unless each has its own; layers are appended one by
-  // one, so they cannot share one here. Waits for the stream only if there is such a chunk.
+  // one, so they cannot share one here. There is such a chunk. Waits for the stream.
   void compress_outgrown_window(Sequence& sequence, std::size_t layer) {
-    if (config_.chunk_tokens == 0 || config_.keep >= 1) return;
     const LayerStore& store = *sequence.layers[layer];
     const std::int64_t chunk = config_.chunk_tokens;
-    const std::int64_t outgrown = store.tokens() - store.compressed() - config_.local_tokens;
-    if (outgrown < chunk) return;
+    const std::int64_t outgrown = outgrown_chunks(store, 0);
     // Each chunk has its own budget, but the window is rebuilt once: an append may bring many
     // chunks.
     std::vector<LayerPlan> whole;
-    whole.push_back(plan_layer(layer, store, store.compressed(), outgrown / chunk * chunk));
+    whole.push_back(plan_layer(layer, store, store.compressed(), outgrown));
     const std::vector<float> score = store.window_scores(outgrown, stream_);
     for (std::int64_t at = 0; at + chunk <= outgrown; at += chunk) {
       std::vector<LayerPlan> plans;
@@ -839,11 +880,9 @@ namespace verkv {
 
 int cuda_device_count() noexcept {
   int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) {
-    cudaGetLastError();
-    return 0;
-  }
-  return count;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  cuda::take_back(status);
+  return status == cudaSuccess ? count : 0;
 }
 
 std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& config) {

@@ -10,11 +10,16 @@
 
 namespace verkv::cuda {
 
-// Throws DeviceError unless `status` is success. The runtime remembers an error for the next
-// cudaGetLastError of whoever asks; it is taken back, so that it is reported once.
+// The runtime remembers an error for the next cudaGetLastError of whoever asks. That of a call of
+// ours is taken back, so that it is reported once; one that the caller has pending stays.
+inline void take_back(cudaError_t status) {
+  if (status != cudaSuccess && cudaPeekAtLastError() == status) cudaGetLastError();
+}
+
+// Throws DeviceError unless `status`, which a call of ours returned, is success.
 inline void check(cudaError_t status, const char* call, const char* file, int line) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();
+  take_back(status);
   const std::string path = file;
   throw DeviceError(std::string(call) + " failed at " + path.substr(path.rfind('/') + 1) + ":" +
                         std::to_string(line) + ": " + cudaGetErrorName(status) + ", " +

@@ -6,6 +6,7 @@
 #include <verkv/attention.hpp>
 
 #include "device_math.cuh"
+#include "launch.hpp"
 #include "step_kernels.hpp"
 
 namespace verkv::cuda {
@@ -452,12 +453,11 @@ cudaError_t launch_scores(const StepArguments& arguments, cudaStream_t stream) {
                   static_cast<unsigned>(arguments.grid.score_splits),
                   static_cast<unsigned>(arguments.grid.score_parts));
   const std::size_t shared = static_cast<std::size_t>(ScoreShared(layer).bytes());
-  const auto launch = [&](auto* kernel) {
-    kernel<<<grid, kThreads, shared, stream>>>(arguments);
-    return cudaGetLastError();
+  const auto launch_one = [&](auto* kernel) {
+    return launch(kernel, grid, kThreads, shared, stream, arguments);
   };
-  return layer.sketch.kind == SketchKind::exact ? launch(scores_kernel<false>)
-                                                : launch(scores_kernel<true>);
+  return layer.sketch.kind == SketchKind::exact ? launch_one(scores_kernel<false>)
+                                                : launch_one(scores_kernel<true>);
 }
 
 }  // namespace verkv::cuda

@@ -33,8 +33,9 @@ void copy_heads(T* to, std::int64_t to_capacity, const T* from, std::int64_t fro
 
 }  // namespace
 
-LayerStore::LayerStore(const LayerView& layer)
+LayerStore::LayerStore(const LayerView& layer, bool require_pinned)
     : layer_(&layer),
+      require_pinned_(require_pinned),
       views_(size(layer.kv_heads)),
       resident_capacity_(size(layer.kv_heads), std::int64_t{0}) {}
 
@@ -116,7 +117,7 @@ void LayerStore::grow_host(Change& change, std::int64_t tokens, cudaStream_t str
   change.host_capacity = grown(tokens, host_capacity_);
   if (change.host_capacity == host_capacity_) return;
   const std::int64_t row = layer_->row_bytes();
-  change.host = PinnedBuffer(heads() * change.host_capacity * row, "the host tier");
+  change.host = HostBuffer(heads() * change.host_capacity * row, "the host tier", require_pinned_);
   if (this->tokens() == 0) return;
   // The host copies, so what kernels have still to write there must have come.
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
@@ -434,6 +435,7 @@ void LayerStore::add_memory(MemoryReport& report) const {
   report.sketch_bytes += used.sketch_bytes;
   report.basis_bytes += used.basis_bytes;
   report.metadata_bytes += used.metadata_bytes;
+  if (host_.pageable()) report.pageable_bytes += host_.bytes();
   report.reserved_bytes += allocated - used.host_bytes - used.fast_bytes();
 }
 

@@ -15,6 +15,7 @@
 #include "compress.hpp"
 #include "cpu/kernels.hpp"
 #include "device_memory.hpp"
+#include "host_buffer.hpp"
 #include "sketch_basis.hpp"
 #include "views.hpp"
 
@@ -24,8 +25,9 @@ namespace verkv::cuda {
 // Growth, compression and redraw wait for the stream; append into room that is there does not.
 class LayerStore {
  public:
-  // Makes an empty store of `layer`, which must outlive it, without allocating.
-  explicit LayerStore(const LayerView& layer);
+  // Makes an empty store of `layer`, which must outlive it, without allocating. require_pinned: the
+  // host tier may not be pageable.
+  explicit LayerStore(const LayerView& layer, bool require_pinned = false);
 
   std::int64_t tokens() const { return views_.front().tokens; }
   std::int64_t compressed() const { return views_.front().compressed; }
@@ -60,7 +62,7 @@ class LayerStore {
     std::int64_t window_capacity = 0;
     bool moves_window = false;
     std::int64_t most_residents = 0;
-    PinnedBuffer host;  // where the host tier grows
+    HostBuffer host;  // where the host tier grows
     std::int64_t host_capacity = 0;
   };
 
@@ -85,6 +87,7 @@ class LayerStore {
   void clear_window_scores(cudaStream_t stream);
 
   void add_memory(MemoryReport& report) const;
+  const HostBuffer& host_tier() const { return host_; }
 
  private:
   std::int64_t heads() const { return static_cast<std::int64_t>(views_.size()); }
@@ -101,9 +104,10 @@ class LayerStore {
   void upload_bases(cudaStream_t stream);
 
   const LayerView* layer_;
+  bool require_pinned_;
   std::vector<HeadView> views_;
   std::int64_t host_capacity_ = 0;  // tokens of each head
-  PinnedBuffer host_;
+  HostBuffer host_;
   std::vector<std::int64_t> resident_capacity_;  // of each head
   DeviceBuffer<std::byte> resident_keys_;
   DeviceBuffer<std::byte> resident_values_;

@@ -4,6 +4,7 @@
 #include <verkv/certificate.hpp>
 #include <verkv/fetch_plan.hpp>
 
+#include "launch.hpp"
 #include "step_kernels.hpp"
 #include "verify_search.cuh"
 #include "verify_sums.cuh"
@@ -260,6 +261,40 @@ class Head {
   const std::uint32_t* fetched_;
 };
 
+// ---- Statistics ---------------------------------------------------------------------------------
+
+VERKV_DEVICE void add_to(std::int64_t& counter, std::int64_t n) {
+  static_assert(sizeof(unsigned long long) == sizeof(std::int64_t));
+  if (n != 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&counter), static_cast<unsigned long long>(n));
+  }
+}
+
+// Reports to the layer's counters, by one thread. Integers: the order of the blocks does not
+// matter.
+VERKV_DEVICE void count_decision(const StepView& step, std::int64_t query_head, bool certified,
+                                 std::int64_t planned) {
+  if (step.counters == nullptr) return;
+  add_to(step.counters->steps, query_head % step.layer.query_heads() == 0);
+  add_to(step.counters->decisions, 1);
+  add_to(step.counters->certified, certified);
+  add_to(step.counters->fetching, planned > 0);
+  add_to(step.counters->planned_tokens, planned);
+}
+
+// Looks everything up anew: kernels have no register left to keep it in.
+VERKV_DEVICE void count_group(const StepView& step, std::int64_t pair) {
+  if (step.counters == nullptr) return;
+  const KvHeadReport& report = step.kv_reports[pair];
+  const int kv_heads = step.layer.kv_heads;
+  const std::int64_t slot = step.slots[pair / kv_heads];
+  add_to(step.counters->fetched_tokens, report.fetched_tokens);
+  add_to(step.counters->moved_tokens, report.moved_tokens);
+  add_to(step.counters->moved_bytes, report.moved_bytes);
+  add_to(step.counters->resident_tokens, report.resident_tokens);
+  add_to(step.counters->cached_tokens, step.heads[slot * kv_heads + pair % kv_heads].tokens);
+}
+
 // ---- What a KV head fetches: the union over its group -------------------------------------------
 
 // Keeps the `limit` tokens of the mask with the largest share of any head's relative variance, ties
@@ -456,7 +491,7 @@ VERKV_DEVICE double add_residents(VerifyShared& shared, const StepArguments& arg
   return shared.total[0];
 }
 
-__global__ void __launch_bounds__(kVerifyThreads) plan_kernel(const StepArguments arguments) {
+__global__ void __launch_bounds__(kVerifyThreads, 1) plan_kernel(const StepArguments arguments) {
   __shared__ VerifyShared shared;
   __shared__ bool is_last;
   const StepView& step = arguments.view;
@@ -587,9 +622,13 @@ __global__ void __launch_bounds__(kVerifyThreads)
     if (threadIdx.x == 0) ws.heads[query_head].beta = beta;
   }
   if (threadIdx.x == 0) {
+    const bool certified =
+        bound < __longlong_as_double(0x7ff0000000000000ll) && bound <= layer.epsilon;
     report[0] = __double_as_longlong(bound);
-    report[1] = bound < __longlong_as_double(0x7ff0000000000000ll) && bound <= layer.epsilon;
+    report[1] = certified;
     report[2] = state.planned;
+    count_decision(step, query_head, certified, state.planned);
+    if (query_head % layer.group == 0) count_group(step, pair);
   }
 }
 
@@ -598,15 +637,13 @@ __global__ void __launch_bounds__(kVerifyThreads)
 cudaError_t launch_plan(const StepArguments& arguments, cudaStream_t stream) {
   const unsigned blocks =
       static_cast<unsigned>(arguments.view.rows * arguments.view.layer.query_heads());
-  plan_kernel<<<blocks, kVerifyThreads, 0, stream>>>(arguments);
-  return cudaGetLastError();
+  return launch(plan_kernel, blocks, kVerifyThreads, 0, stream, arguments);
 }
 
 cudaError_t launch_certificate(const StepArguments& arguments, cudaStream_t stream) {
   const unsigned blocks =
       static_cast<unsigned>(arguments.view.rows * arguments.view.layer.query_heads());
-  certificate_kernel<<<blocks, kVerifyThreads, 0, stream>>>(arguments);
-  return cudaGetLastError();
+  return launch(certificate_kernel, blocks, kVerifyThreads, 0, stream, arguments);
 }
 
 }  // namespace verkv::cuda

@@ -76,6 +76,8 @@ struct LayerView {
   }
 };
 
+struct BadNumber;  // compress.hpp
+
 // One decode step of a ragged batch on one layer. All addresses are device addresses; strides in
 // elements.
 struct StepView {
@@ -96,7 +98,10 @@ struct StepView {
   // step stays valid while the lengths stay below.
   std::int64_t most_compressed = 0;
   std::int64_t most_residents = 0;
-  std::byte* workspace = nullptr;  // step_workspace_bytes(...) bytes, 256-byte aligned
+  std::byte* workspace = nullptr;       // step_workspace_bytes(...) bytes, 256-byte aligned
+  LayerStatistics* counters = nullptr;  // the step is added to them; null: it is not counted
+  BadNumber* bad = nullptr;             // of queries that are not finite; null: nobody looks
+  std::int64_t layer_index = 0;         // for `bad`
 };
 
 // The form of a head's codes.

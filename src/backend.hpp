@@ -45,8 +45,8 @@ class Backend {
                       std::span<KvHeadReport> kv_reports) = 0;
 
   // Whether the caller's views, outputs and scores are memory that the host reads. If not, the
-  // manager leaves to the backend what it would have to read for: that importance is valid; queries
-  // are then not checked.
+  // manager leaves to the backend what it would have to read for: that importance is valid and that
+  // queries are finite.
   virtual bool host_views() const { return true; }
   // Whether the backend counts its steps itself. If so, report spans may be empty where the caller
   // wants none, and statistics come from here.

@@ -242,6 +242,7 @@ struct KvCacheManager::Impl {
       sum.metadata_bytes += one.metadata_bytes;
       sum.host_bytes += one.host_bytes;
       sum.basis_bytes += one.basis_bytes;
+      sum.pageable_bytes += one.pageable_bytes;
       sum.reserved_bytes += one.reserved_bytes;
     }
     sum.workspace_bytes = backend->workspace_bytes();
@@ -261,7 +262,10 @@ KvCacheManager::~KvCacheManager() = default;
 
 const CacheConfig& KvCacheManager::config() const { return impl_->config; }
 
-std::string KvCacheManager::description() const { return impl_->backend->description(); }
+std::string KvCacheManager::description() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->backend->description();
+}
 
 SequenceId KvCacheManager::create_sequence() {
   const std::lock_guard lock(impl_->mutex);

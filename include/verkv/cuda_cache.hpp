@@ -1,6 +1,6 @@
-// A cache whose fast tier is the memory of an NVIDIA GPU and whose host tier is pinned main memory
-// (target verkv::cuda). No CUDA header is needed to include this. Memory, asynchrony, errors:
-// docs/cuda.md.
+// A cache whose fast tier is the memory of an NVIDIA GPU and whose host tier is main memory, pinned
+// if possible (target verkv::cuda). No CUDA header is needed to include this. Memory, asynchrony,
+// errors: docs/cuda.md.
 //
 //   verkv::CudaOptions options;
 //   options.stream = stream;                        // the engine's cudaStream_t
@@ -30,6 +30,10 @@ struct CudaOptions {
   // makes one that keeps order with the legacy default stream.
   void* stream = nullptr;
   MemorySpace views = MemorySpace::host;
+  // true: where the system refuses to pin memory for the host tier, the call that needs it throws
+  // DeviceError. false: pageable memory that the device can read in place stands in, slower;
+  // KvCacheManager::description says so, and MemoryReport::pageable_bytes how much.
+  bool require_pinned = false;
 };
 
 // Number of CUDA devices; 0 where there is no driver. Never throws.

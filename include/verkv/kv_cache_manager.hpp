@@ -147,6 +147,9 @@ struct MemoryReport {
   std::int64_t basis_bytes = 0;      // main memory: a calibrated sketch's basis, for tokens to come
   std::int64_t workspace_bytes = 0;  // per thread buffers of a step; shared by all sequences
   std::int64_t reserved_bytes = 0;   // allocated beyond all of the above, for growth
+  // Main memory: blocks of the host tier, with their room for growth, that the device reads though
+  // they could not be pinned. Counted in host_bytes and reserved_bytes already.
+  std::int64_t pageable_bytes = 0;
 
   std::int64_t fast_bytes() const { return resident_bytes + sketch_bytes + metadata_bytes; }
 };
@@ -224,7 +227,8 @@ class VERKV_API KvCacheManager {
   void redraw(SequenceId sequence, std::uint64_t draw);
 
   // Attention of one query token per row. Allocates nothing. Throws InvalidArgument on a wrong
-  // shape, an unknown or repeated sequence, or a query that is not finite.
+  // shape, an unknown or repeated sequence, or a query that is not finite (queries in a device's
+  // memory: a later call does, see docs/cuda.md).
   void attend(std::int64_t layer, const AttendBatch& batch);
 
   MemoryReport memory() const;

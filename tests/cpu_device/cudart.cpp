@@ -359,10 +359,19 @@ cudaError_t cudaDeviceGetAttribute(int* out, cudaDeviceAttr attribute, int devic
     case cudaDevAttrCanMapHostMemory:
     case cudaDevAttrUnifiedAddressing:
     case cudaDevAttrConcurrentKernels:
+    case cudaDevAttrManagedMemory:
     case cudaDevAttrMemoryPoolsSupported:
-    case cudaDevAttrHostRegisterSupported:
     case cudaDevAttrCanUseHostPointerForRegisteredMem:
       *out = 1;
+      break;
+    case cudaDevAttrHostRegisterSupported:
+      *out = options.host_register;
+      break;
+    case cudaDevAttrPageableMemoryAccess:
+      *out = options.pageable_access;
+      break;
+    case cudaDevAttrConcurrentManagedAccess:
+      *out = options.concurrent_managed;
       break;
     default:
       *out = 0;
@@ -444,6 +453,16 @@ cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
 }
 cudaError_t cudaHostUnregister(void* pointer) {
   return result(current_device().host_unregister(pointer));
+}
+cudaError_t cudaMallocManaged(void** out, size_t bytes, unsigned) {
+  return result(current_device().managed_malloc(*out, bytes));
+}
+#if CUDART_VERSION >= 13000
+cudaError_t cudaMemAdvise(const void* pointer, size_t bytes, cudaMemoryAdvise, cudaMemLocation) {
+#else
+cudaError_t cudaMemAdvise(const void* pointer, size_t bytes, cudaMemoryAdvise, int) {
+#endif
+  return result(current_device().advise(pointer, bytes));
 }
 cudaError_t cudaHostGetDevicePointer(void** out, void* host, unsigned) {
   const Allocation* found = current_device().memory().find(address_of(host));

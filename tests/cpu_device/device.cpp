@@ -88,12 +88,14 @@ Status Device::free(Address address) {
   if (address == 0) return known(Status::success);
   if (const Status status = refuse_in_capture(); status != Status::success) return status;
   const auto found = live_.find(address);
-  if (found == live_.end() || found->second->kind != AllocationKind::device) {
+  if (found == live_.end() || (found->second->kind != AllocationKind::device &&
+                               found->second->kind != AllocationKind::managed)) {
     return note(Status::invalid_value);
   }
   const Status status = synchronize();  // as cudaFree does
   memory_.release(*found->second);
   live_.erase(found);
+  host_blocks_.erase(address);
   return status;
 }
 
@@ -130,6 +132,16 @@ Status Device::free_async(Address address, StreamId id) {
 
 Status Device::host_malloc(void*& out, std::uint64_t bytes) {
   if (const Status status = injected(Call::host_malloc); status != Status::success) return status;
+  return attach_new(out, bytes, AllocationKind::pinned);
+}
+
+Status Device::managed_malloc(void*& out, std::uint64_t bytes) {
+  if (const Status status = injected(Call::managed_malloc); status != Status::success)
+    return status;
+  return attach_new(out, bytes, AllocationKind::managed);
+}
+
+Status Device::attach_new(void*& out, std::uint64_t bytes, AllocationKind kind) {
   if (const Status status = refuse_in_capture(); status != Status::success) return status;
   out = nullptr;
   if (bytes == 0) return Status::success;
@@ -137,9 +149,9 @@ Status Device::host_malloc(void*& out, std::uint64_t bytes) {
   auto* const memory = static_cast<std::uint8_t*>(std::aligned_alloc(kHostAlignment, size));
   if (!memory) return note(Status::out_of_memory);
   std::memset(memory, kPoison, size);
-  pinned_.emplace(memory, std::unique_ptr<std::uint8_t[], void (*)(std::uint8_t*)>(
-                              memory, [](std::uint8_t* p) { std::free(p); }));
-  Allocation* const found = memory_.attach(memory, bytes, AllocationKind::pinned);
+  host_blocks_.emplace(address_of(memory), std::unique_ptr<std::uint8_t[], void (*)(std::uint8_t*)>(
+                                               memory, [](std::uint8_t* p) { std::free(p); }));
+  Allocation* const found = memory_.attach(memory, bytes, kind);
   live_[found->address] = found;
   labels_[found->id] = found->label;
   out = memory;
@@ -155,12 +167,31 @@ Status Device::host_free(void* host) {
   const Status status = synchronize();
   memory_.release(*found->second);
   live_.erase(found);
-  pinned_.erase(host);
+  host_blocks_.erase(address_of(host));
   return status;
+}
+
+Status Device::advise(const void* memory, std::uint64_t bytes) {
+  if (const Status status = injected(Call::advise); status != Status::success) return status;
+  const Address address = address_of(memory);
+  const Allocation* const found = memory_.find(address);
+  const bool live = found && found->state == Allocation::State::live;
+  if (live && (found->kind == AllocationKind::managed || found->kind == AllocationKind::pageable) &&
+      address + bytes <= found->address + found->bytes) {
+    return Status::success;
+  }
+  const bool ordinary = address < kDeviceBase && bytes > 0 && options_.pageable_access &&
+                        (!live || found->kind == AllocationKind::pageable);
+  if (!ordinary) return note(Status::invalid_value);
+  Allocation* const made =
+      memory_.attach(const_cast<void*>(memory), bytes, AllocationKind::pageable);
+  labels_[made->id] = made->label;
+  return Status::success;
 }
 
 Status Device::host_register(void* host, std::uint64_t bytes) {
   if (const Status status = injected(Call::host_register); status != Status::success) return status;
+  if (!options_.host_register) return note(Status::not_supported);
   if (!host || bytes == 0 || address_of(host) % 16 != 0) return note(Status::invalid_value);
   const auto next = live_.lower_bound(address_of(host) + bytes);
   if (next != live_.begin()) {
@@ -212,7 +243,8 @@ Status Device::copy_2d(Address to, std::uint64_t to_pitch, Address from, std::ui
   const auto pageable = [&](Address address, bool host) {
     if (!host) return false;
     const Allocation* found = memory_.find(address);
-    return !found || found->state == Allocation::State::freed;
+    return !found || found->state == Allocation::State::freed ||
+           found->kind == AllocationKind::pageable;
   };
   const bool pageable_to = pageable(to, to_host);
   const bool pageable_from = pageable(from, from_host);

@@ -62,6 +62,8 @@ enum class Call : std::uint8_t {
   malloc_async,
   host_malloc,
   host_register,
+  managed_malloc,
+  advise,
   stream_create,
   event_create,
   launch,
@@ -79,6 +81,9 @@ struct DeviceOptions {
   int multiprocessors = 4;
   std::size_t shared_per_block = 48 << 10;
   std::size_t shared_per_block_opt_in = 227 << 10;
+  bool host_register = true;       // memory of the host can be pinned where it lies
+  bool pageable_access = false;    // kernels reach ordinary memory of the host, once advised
+  bool concurrent_managed = true;  // host and kernels may use managed memory at the same time
 };
 
 struct LaunchRecord {
@@ -131,6 +136,10 @@ class Device final : public History {
   Status free_async(Address address, StreamId stream);
   Status host_malloc(void*& out, std::uint64_t bytes);
   Status host_free(void* host);
+  Status managed_malloc(void*& out, std::uint64_t bytes);  // free() frees it
+  // Placement is ignored; ordinary memory of the host becomes accessible to kernels, with these
+  // bounds, where the device has pageable_access.
+  Status advise(const void* memory, std::uint64_t bytes);
   Status host_register(void* host, std::uint64_t bytes);
   Status host_unregister(void* host);
   Status copy(Address to, Address from, std::uint64_t bytes, CopyKind kind, StreamId stream,
@@ -249,6 +258,7 @@ class Device final : public History {
   };
 
   Status injected(Call call);
+  Status attach_new(void*& out, std::uint64_t bytes, AllocationKind kind);
   Stream* stream(StreamId id);
   Status enqueue(StreamId id, Work work, std::uint32_t* out = nullptr);
   std::uint32_t push(std::uint32_t lane, std::vector<std::uint32_t> dependencies, Work work);
@@ -279,7 +289,8 @@ class Device final : public History {
   Status sticky_ = Status::success, last_error_ = Status::success;
   std::map<Address, Allocation*> live_;
   std::map<std::uint32_t, std::string> labels_;
-  std::map<void*, std::unique_ptr<std::uint8_t[], void (*)(std::uint8_t*)>> pinned_;
+  // Pinned and managed memory.
+  std::map<Address, std::unique_ptr<std::uint8_t[], void (*)(std::uint8_t*)>> host_blocks_;
   std::vector<std::unique_ptr<Operation>> operations_;
   std::vector<std::uint32_t> pending_;  // in the order of their calls
   Clock host_clock_;

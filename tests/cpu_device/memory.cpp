@@ -126,9 +126,10 @@ Allocation* Memory::attach(void* host, std::uint64_t bytes, AllocationKind kind)
   // Pages are counted from the start of the memory, so that they never end beyond it.
   allocation->contents = std::make_unique<PagedBytes>(bytes, static_cast<std::uint8_t*>(host));
   Allocation* result = allocation.get();
-  // The host's allocator may hand out an address again.
+  // The host's allocator may hand out an address again; nobody says when pageable memory goes.
   const auto covers = [&](const Allocation& old) {
-    return old.state == Allocation::State::freed && old.address < result->address + bytes &&
+    const bool gone = old.state == Allocation::State::freed || old.kind == AllocationKind::pageable;
+    return gone && old.address < result->address + bytes &&
            result->address < old.address + old.bytes;
   };
   for (auto it = allocations_.begin(); it != allocations_.end();) {

@@ -86,7 +86,15 @@ class PagedBytes {
   std::uint64_t touched_ = 0;
 };
 
-enum class AllocationKind : std::uint8_t { device, module_variable, pinned, registered };
+// managed: of the runtime, for host and device; pageable: of the program, named by advice.
+enum class AllocationKind : std::uint8_t {
+  device,
+  module_variable,
+  pinned,
+  registered,
+  managed,
+  pageable
+};
 
 struct Allocation {
   enum class State : std::uint8_t { pending, live, freed };

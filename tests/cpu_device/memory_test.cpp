@@ -279,6 +279,42 @@ TEST_CASE("Kernels read and write pinned memory of the host, within its bounds")
         FaultKind::use_after_free);
 }
 
+TEST_CASE("Kernels read and write managed memory, and ordinary memory where the device can") {
+  const std::string increment =
+      "ld.global.u32 %r2, [%q3]; add.u32 %r2, %r2, 1; st.global.u32 [%q3], %r2;";
+  DeviceOptions options;
+  options.pageable_access = true;
+  Device device(options);
+  void* managed = nullptr;
+  CHECK(device.managed_malloc(managed, 64) == Status::success);
+  CHECK(device.advise(managed, 64) == Status::success);
+  static_cast<std::uint32_t*>(managed)[3] = 41;
+  CHECK(access_once(device, increment, Device::address_of(managed), 12).status == Status::success);
+  CHECK(static_cast<std::uint32_t*>(managed)[3] == 42);
+  std::vector<std::uint32_t> ordinary(32, 6);
+  CHECK(device.advise(ordinary.data(), 64) == Status::success);
+  CHECK(access_once(device, increment, Device::address_of(ordinary.data()), 8).status ==
+        Status::success);
+  CHECK(ordinary[2] == 7);
+  CHECK(device.live_allocations() == 1);
+  CHECK(device.free(Device::address_of(managed)) == Status::success);
+  CHECK(device.live_allocations() == 0);
+  device.fail_call(Call::managed_malloc, Status::out_of_memory);
+  CHECK(device.managed_malloc(managed, 64) == Status::out_of_memory);
+  device.fail_call(Call::advise, Status::not_supported);
+  CHECK(device.advise(ordinary.data(), 64) == Status::not_supported);
+  CHECK(access_once(device, increment, Device::address_of(ordinary.data()), 64).kind ==
+        FaultKind::out_of_bounds);
+
+  Device second;  // reaches nothing that was not given to it
+  CHECK(second.advise(ordinary.data(), 64) == Status::invalid_value);
+  CHECK(access_once(second, increment, Device::address_of(ordinary.data()), 8).kind ==
+        FaultKind::out_of_bounds);
+  options.host_register = false;
+  Device third(options);
+  CHECK(third.host_register(ordinary.data(), 64) == Status::not_supported);
+}
+
 TEST_CASE("Copies check what kernels' accesses check") {
   const auto outcome = [](auto&& body) {
     Device device;

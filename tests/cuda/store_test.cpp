@@ -47,7 +47,6 @@ namespace device = verkv::cpu_device;
 // Parts of the kernels' names.
 constexpr const char* kEncode = "encode_kernel";
 constexpr const char* kDraw = "draw_kernel";
-constexpr const char* kCount = "count_kernel";
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
@@ -429,7 +428,7 @@ TEST_CASE("bad numbers are described") {
   pair.store->append_rows(step, 0, true, pair.table.data(), nullptr);
   const BadNumber bad = download(pair.bad.data(), 1)[0];
   REQUIRE(bad.claimed == 1);
-  REQUIRE(bad.values == 1);
+  REQUIRE(bad.source == verkv::cuda::NumberSource::values);
   REQUIRE(bad.sequence == 9);
   REQUIRE(bad.layer == 4);
   REQUIRE(bad.token == 1);
@@ -439,7 +438,7 @@ TEST_CASE("bad numbers are described") {
 }
 
 // Every barrier in the kernels is needed: without it a race is reported.
-TEST_CASE("no barrier can be left out of encoding, draw and count") {
+TEST_CASE("no barrier can be left out of encoding and draw") {
   std::ifstream file(std::string(VERKV_TEST_PTX_DIR) + "/compress.ptx");
   std::stringstream text;
   text << file.rdbuf();
@@ -450,28 +449,6 @@ TEST_CASE("no barrier can be left out of encoding, draw and count") {
   setup.value_dim = 16;
   std::vector<Positive16> odds;
   for (int i = 0; i < 1100; ++i) odds.push_back(verkv::stored_odds(0.001 * (i % 1000)));
-
-  const auto noticed_count = [&](const std::string& code) {
-    device::Device& machine = device::reset_device();
-    const DeviceBuffer<std::int32_t> slots = upload(std::vector<std::int32_t>(200, 0));
-    const DeviceBuffer<HeadView> table = upload(std::vector<HeadView>(1));
-    const DeviceBuffer<verkv::QueryHeadReport> query =
-        upload(std::vector<verkv::QueryHeadReport>(200));
-    const DeviceBuffer<verkv::KvHeadReport> kv = upload(std::vector<verkv::KvHeadReport>(200));
-    const DeviceBuffer<verkv::LayerStatistics> counters =
-        upload(std::vector<verkv::LayerStatistics>(1));
-    verkv::cuda::StepView step;
-    step.rows = 200;
-    step.slots = slots.data();
-    step.heads = table.data();
-    step.query_reports = query.data();
-    step.kv_reports = kv.data();
-    const auto module = machine.load(code);
-    const auto status = machine.launch_with(module->find(kCount), {{1, 1, 1}, {128, 1, 1}, 0},
-                                            device::kLegacyStream, step, counters.data());
-    REQUIRE((status == device::Status::success || !machine.faults().empty()));
-    return machine.synchronize() != device::Status::success;
-  };
 
   // The keys' side of the bases is on the device only while tokens are encoded.
   std::vector<DeviceBuffer<float>> encode_copies;
@@ -523,13 +500,4 @@ TEST_CASE("no barrier can be left out of encoding, draw and count") {
     }
   }
   REQUIRE(mutants >= 6);
-  REQUIRE(!noticed_count(ptx));
-  mutants = 0;
-  for (const device::Mutant& mutant : device::without_one_barrier(ptx, kCount)) {
-    CAPTURE(mutant.what);
-    // Before the first sum nobody has read what the barrier protects.
-    CHECK((noticed_count(mutant.ptx) || mutants == 0));
-    ++mutants;
-  }
-  REQUIRE(mutants > 2);
 }
