@@ -19,6 +19,7 @@ inline std::uint64_t from_double(double value) { return std::bit_cast<std::uint6
 
 // The low bits that the type holds; with the sign of the type spread over all 64 for the second.
 inline std::uint64_t truncate(Type type, std::uint64_t value) {
+  if (type == Type::pred) return value & 1;  // "true" is written -1
   const unsigned bits = 8 * size_of(type);
   return bits == 64 ? value : value & ((std::uint64_t{1} << bits) - 1);
 }

@@ -88,7 +88,10 @@ void Block::release(Barrier& barrier, std::uint64_t) {
   else
     order_some(barrier);
   std::uint64_t yes = 0;
-  for (const Arrival& arrival : barrier.arrivals) yes += arrival.predicate;
+  for (const Arrival& arrival : barrier.arrivals) {
+    yes += arrival.predicate;
+    counters_.barriers_met[arrival.pc] = true;
+  }
   for (const Arrival& arrival : barrier.arrivals) {
     if (!arrival.waits) continue;
     Thread& thread = threads_[arrival.thread];

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -63,10 +64,16 @@ class Block {
     std::uint32_t pc;
   };
 
+  // What a launch has touched of an allocation: a flag for each sector.
+  struct Sectors {
+    std::vector<bool> read, written;
+  };
+
   // The allocation that an instruction last met.
   struct Hint {
     Allocation* allocation = nullptr;
     Traffic* traffic = nullptr;
+    Sectors* sectors = nullptr;
   };
 
   [[noreturn]] void fail(const Thread& thread, FaultKind kind, const std::string& text) const;
@@ -116,6 +123,11 @@ class Block {
   void check_race(Thread& thread, PagedBytes& bytes, std::uint64_t offset, unsigned size,
                   const Request& request, const std::string& window);
   static void count(Traffic& traffic, unsigned bytes, const Request& request);
+  static void touch(std::vector<bool>& sectors, std::uint64_t offset, unsigned bytes,
+                    std::uint64_t& total);
+  static bool reads(const Request& request) {
+    return request.kind == AccessKind::read || request.updates;
+  }
   void before_strong(Thread& thread, const Instruction& in, Address address, bool writes,
                      bool reads);
   Address generic(Space space, Address address) const;
@@ -168,7 +180,8 @@ class Block {
   Dim3 id_;
   std::uint32_t tick_ = 1;  // advanced by synchronisation other than whole-block barriers
   PagedBytes shared_;
-  std::vector<Hint> hints_;  // by instruction
+  std::vector<Hint> hints_;                   // by instruction
+  std::map<std::uint32_t, Sectors> sectors_;  // by the allocation's number
   std::vector<Thread> threads_;
   std::vector<std::uint64_t> registers_;
   std::vector<std::uint8_t> local_, local_initialised_;

@@ -803,13 +803,14 @@ Status Device::launch(const std::shared_ptr<const Kernel>& kernel, const LaunchS
   if (parameters.size() != kernel->parameter_bytes) return note(Status::invalid_value);
   if (const Status status = check_shape(*kernel, shape); status != Status::success)
     return note(status);
-  return enqueue(
-      id, {"kernel " + kernel->readable_name, kernel, shape, [=, this](const ThreadClock& who) {
-             LaunchCounters counters = run_kernel(*kernel, shape, parameters, memory_, *this,
-                                                  who.operation, options_.machine);
-             time_ += counters.instructions;
-             launches_.push_back({kernel->readable_name, shape, std::move(counters)});
-           }});
+  const std::shared_ptr<const Kernel> run = change_ ? change_(kernel) : kernel;
+  return enqueue(id,
+                 {"kernel " + run->readable_name, run, shape, [=, this](const ThreadClock& who) {
+                    LaunchCounters counters = run_kernel(*run, shape, parameters, memory_, *this,
+                                                         who.operation, options_.machine);
+                    time_ += counters.instructions;
+                    launches_.push_back({run->readable_name, shape, std::move(counters)});
+                  }});
 }
 
 }  // namespace verkv::cpu_device

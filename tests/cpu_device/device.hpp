@@ -180,6 +180,11 @@ class Device final : public History {
   std::shared_ptr<const Module> load(const std::string& ptx);
   Status variable(const Module& module, const std::string& name, Address& out,
                   std::uint64_t& out_bytes) const;
+  // From now on a launch runs what `change` makes of its kernel, which must take the same
+  // arguments. For tests of kernels with a fault put in; empty: nothing is changed.
+  using KernelChange =
+      std::function<std::shared_ptr<const Kernel>(const std::shared_ptr<const Kernel>& kernel)>;
+  void change_kernels(KernelChange change) { change_ = std::move(change); }
   void allow_shared(const Kernel& kernel, std::size_t bytes) { allowed_shared_[&kernel] = bytes; }
   Status launch(const std::shared_ptr<const Kernel>& kernel, const LaunchShape& shape,
                 const std::vector<std::uint8_t>& parameters, StreamId stream = kLegacyStream);
@@ -298,6 +303,7 @@ class Device final : public History {
   std::uint64_t random_state_ = 0;
   std::uint64_t time_ = 0;  // instructions run
   std::unordered_map<const Kernel*, std::size_t> allowed_shared_;
+  KernelChange change_;
   std::map<const Module*, std::map<std::string, std::pair<Address, std::uint64_t>>> variables_;
 };
 

@@ -287,6 +287,9 @@ TEST_CASE("Bits") {
   check_integer("cnot.b32 %r0, %r1;", 'r', [](U64 a, U64, U64, U64) { return U64{u32(a) == 0}; });
   check_integer("and.pred %p0, %p1, %p2; not.pred %p0, %p0;", 'p',
                 [](U64 a, U64 b, U64, U64) { return !(a & b & 1); });
+  check_integer("xor.pred %p0, %p1, -1;", 'p', [](U64 a, U64, U64, U64) { return ~a & 1; });
+  check_integer("mov.pred %p5, -1; xor.pred %p0, %p5, %p1;", 'p',
+                [](U64 a, U64, U64, U64) { return ~a & 1; });
   check_integer("xor.pred %p0, %p1, %p2;", 'p', [](U64 a, U64 b, U64, U64) { return (a ^ b) & 1; });
   check_integer("shl.b32 %r0, %r1, %r2;", 'r',
                 [](U64 a, U64 b, U64, U64) { return u32(b) > 31 ? 0 : u32(a << u32(b)); });

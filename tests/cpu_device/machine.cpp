@@ -59,6 +59,7 @@ Block::Block(const Kernel& kernel, const LaunchShape& shape,
   threads_.resize(threads);
   registers_.resize(threads * static_cast<std::size_t>(kernel.registers));
   local_.resize(threads * kernel.local_bytes);
+  counters_.barriers_met.resize(kernel.code.size());
   local_initialised_.resize(local_.size());
 }
 
@@ -175,6 +176,12 @@ std::uint8_t* Block::access_global(Thread& thread, Address address, unsigned byt
       fail(thread, fault.kind, fault.what());
     }
     hint.traffic = &counters_.allocations[hint.allocation->id];
+    if (options_.count_sectors) {
+      hint.sectors = &sectors_[hint.allocation->id];
+      const std::size_t count = hint.allocation->bytes / kSectorBytes + 1;
+      hint.sectors->read.resize(count);
+      hint.sectors->written.resize(count);
+    }
   }
   const std::uint64_t offset = address - hint.allocation->address;
   Page& page = hint.allocation->contents->page(offset);
@@ -186,12 +193,27 @@ std::uint8_t* Block::access_global(Thread& thread, Address address, unsigned byt
                     request, hint.allocation->label, offset);
   count(*hint.traffic, bytes, request);
   count(counters_.global, bytes, request);
+  if (hint.sectors) {
+    if (reads(request)) {
+      touch(hint.sectors->read, offset, bytes, hint.traffic->read_sectors);
+    }
+    if (request.kind == AccessKind::write) {
+      touch(hint.sectors->written, offset, bytes, hint.traffic->written_sectors);
+    }
+  }
   return page.data + at;
 }
 
+void Block::touch(std::vector<bool>& sectors, std::uint64_t offset, unsigned bytes,
+                  std::uint64_t& total) {
+  for (std::uint64_t i = offset / kSectorBytes; i <= (offset + bytes - 1) / kSectorBytes; ++i) {
+    total += !sectors[i];
+    sectors[i] = true;
+  }
+}
+
 void Block::count(Traffic& traffic, unsigned bytes, const Request& request) {
-  const bool reads = request.kind == AccessKind::read || request.updates;
-  if (reads) {
+  if (reads(request)) {
     ++traffic.reads;
     traffic.read_bytes += bytes;
   }
@@ -205,7 +227,7 @@ void Block::check_initialised(Thread& thread, std::uint8_t* initialised, unsigne
                               const Request& request, const std::string& window,
                               std::uint64_t offset) {
   if (!initialised) return;
-  if (request.kind == AccessKind::read || request.updates) {
+  if (reads(request)) {
     if (!options_.check_uninitialised) return;
     for (unsigned i = 0; i < bytes; ++i) {
       if (!initialised[i]) {

@@ -34,13 +34,19 @@ struct MachineOptions {
   // Seed of the order in which threads of a block take turns and blocks run; 0: ascending.
   std::uint64_t thread_order = 0;
   std::uint64_t block_order = 0;
+  // Counts the sectors of each allocation that a launch touches: what memory must move at least.
+  bool count_sectors = false;
   // Instructions that a thread may run without meeting another before it counts as stuck.
   std::uint64_t instruction_limit = std::uint64_t{1} << 28;
 };
 
+// Accesses of threads, and the bytes that they asked for. Of an allocation also the distinct
+// sectors of 32 bytes, counted from its start, if MachineOptions::count_sectors says so.
 struct Traffic {
   std::uint64_t reads = 0, writes = 0, read_bytes = 0, written_bytes = 0;
+  std::uint64_t read_sectors = 0, written_sectors = 0;
 };
+inline constexpr std::uint64_t kSectorBytes = 32;
 
 // Totals over all threads of a launch. An instruction whose guard is false counts too.
 struct LaunchCounters {
@@ -50,6 +56,8 @@ struct LaunchCounters {
   std::uint64_t warp_operations = 0;  // completed
   Traffic global, shared, local;
   std::map<std::uint32_t, Traffic> allocations;  // global, by the allocation's number
+  // By instruction: whether a barrier of a block or of a warp was completed there.
+  std::vector<bool> barriers_met;
 
   std::uint64_t of(InstructionClass kind) const { return by_class[static_cast<std::size_t>(kind)]; }
 };

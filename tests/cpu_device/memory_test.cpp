@@ -415,3 +415,31 @@ TEST_CASE("Counters of a launch") {
   CHECK(scan.warp_operations == 2 * 4 * 5);
   CHECK(scan.shared.written_bytes > 0);
 }
+
+TEST_CASE("Sectors that a launch touches") {
+  DeviceOptions options;
+  options.machine.count_sectors = true;
+  Device device(options);
+  const auto module = device.load(samples_ptx());
+  const Address x = upload(device, std::vector<float>(1000, 1), "x");
+  const Address y = upload(device, std::vector<float>(1000, 2), "y");
+  LaunchShape shape;
+  shape.grid.x = 4;
+  shape.block.x = 256;
+  // 997 floats from the second on: 3988 bytes from byte 4 on.
+  device.launch_with(module->find("axpy"), shape, kLegacyStream, 3.0F, x + 4, y + 4, 997);
+  device.launch_with(module->find("axpy"), shape, kLegacyStream, 3.0F, x, x, 9);
+  device.synchronize();
+  REQUIRE(first_fault(device) == "");
+  const auto traffic = [&](std::size_t launch, Address address) {
+    return device.launches()[launch].counters.allocations.at(device.memory().find(address)->id);
+  };
+  CHECK(traffic(0, x).read_sectors == 125);
+  CHECK(traffic(0, x).written_sectors == 0);
+  CHECK(traffic(0, y).read_sectors == 125);
+  CHECK(traffic(0, y).written_sectors == 125);
+  // Each launch counts anew, and a sector once however often it is read.
+  CHECK(traffic(1, x).reads == 18);
+  CHECK(traffic(1, x).read_sectors == 2);
+  CHECK(traffic(1, x).written_sectors == 2);
+}

@@ -37,4 +37,21 @@ std::vector<Mutant> without_one_barrier(const std::string& ptx, const std::strin
   return mutants;
 }
 
+std::vector<std::uint32_t> barriers_of(const Kernel& kernel) {
+  std::vector<std::uint32_t> found;
+  for (std::uint32_t pc = 0; pc < kernel.code.size(); ++pc) {
+    const Opcode opcode = kernel.code[pc].opcode;
+    if (opcode == Opcode::barrier_sync || opcode == Opcode::warp_sync) found.push_back(pc);
+  }
+  return found;
+}
+
+std::shared_ptr<const Kernel> without_instruction(const Kernel& kernel, std::uint32_t instruction) {
+  auto changed = std::make_shared<Kernel>(kernel);
+  Instruction nothing;
+  nothing.opcode = Opcode::no_effect;
+  changed->code.at(instruction) = nothing;
+  return changed;
+}
+
 }  // namespace verkv::cpu_device

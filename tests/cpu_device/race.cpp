@@ -167,8 +167,14 @@ Conflict check_access(Cell& cell, const ThreadClock& me, std::uint32_t tick, std
                           ? both_strong(cell.read, cell.reads_strength)
                           : std::min(strength, cell.reads_strength) == Strength::device;
   if (!strong && !reads_ordered(cell, me, blocks, history)) return {cell.read, false};
+  // A strong write does not hide a plain one of the same thread that nothing has made visible
+  // since.
+  const Access& last = cell.write;
+  const bool same_moment = last.operation == now.operation && last.block == now.block &&
+                           last.thread == now.thread && last.barriers == now.barriers &&
+                           last.tick == now.tick;
+  cell.write_strength = same_moment ? std::min(cell.write_strength, strength) : strength;
   cell.write = now;
-  cell.write_strength = strength;
   cell.read = {};
   return {};
 }

@@ -1,5 +1,6 @@
 // Races and barriers: faulty kernels are found, their correct twins are not accused.
 
+#include <algorithm>
 #include <numeric>
 
 #include "catch.hpp"
@@ -118,6 +119,19 @@ TEST_CASE("Atomics race with plain accesses, not with each other") {
   CHECK_FALSE(run_entry("@%p1 st.shared.u32 [tile], 0; bar.sync 0; atom.shared.add.u32 %r5, "
                         "[tile], 1; bar.sync 0; ld.shared.u32 %r6, [tile];")
                   .failed);
+}
+
+TEST_CASE("An atomic does not hide the same thread's plain write") {
+  const std::string store = "@%p1 st.global.u32 [%q1], 0; ";
+  const std::string add = "atom.global.add.u32 %r5, [%q1], 1; ";
+  for (std::uint64_t order = 0; order < 3; ++order) {
+    const auto outcome = [&](const std::string& body) {
+      return run(entry(body), "k", 64, 64, order);
+    };
+    CHECK(outcome(store + add).kind == FaultKind::race);
+    CHECK_FALSE(outcome(store + "bar.sync 0; " + add).failed);
+    CHECK_FALSE(outcome(store + "@%p1 " + add + "bar.sync 0; " + add).failed);
+  }
 }
 
 TEST_CASE("Every thread reads, one writes: the write needs a barrier for all readers") {
@@ -407,6 +421,30 @@ TEST_CASE("Each barrier of a scan is missed when it is dropped") {
   }
   CHECK(without_one_barrier(samples_ptx(), "warp_neighbourILb1", true).size() == 1);
   CHECK(without_one_barrier(samples_ptx(), "warp_neighbourILb1").empty());
+}
+
+TEST_CASE("A launch runs what the kernel was changed to") {
+  Device device;
+  const auto kernel = device.load(samples_ptx())->find("block_scan");
+  const Address in = upload(device, std::vector<int>(128, 1));
+  const Address out = allocate<int>(device, 128);
+  const Address totals = allocate<int>(device, 1);
+  const auto scan = [&] {
+    device.launch_with(kernel, {{1, 1, 1}, {128, 1, 1}, 0}, kLegacyStream, in, out, totals);
+    return device.synchronize() == Status::success;
+  };
+  REQUIRE(scan());
+  const std::vector<std::uint32_t> barriers = barriers_of(*kernel);
+  REQUIRE(barriers.size() == 3);
+  const std::vector<bool> met = device.launches()[0].counters.barriers_met;
+  REQUIRE(met.size() == kernel->code.size());
+  CHECK(std::count(met.begin(), met.end(), true) == 3);
+  for (const std::uint32_t barrier : barriers) CHECK(met[barrier]);
+  device.change_kernels(
+      [&](const auto& one) { return without_instruction(*one, barriers_of(*one)[1]); });
+  CHECK_FALSE(scan());
+  CHECK(contains(first_fault(device), "race"));
+  CHECK_THROWS(without_instruction(*kernel, static_cast<std::uint32_t>(kernel->code.size())));
 }
 
 TEST_CASE("Tensor cores score a sketch exactly") {

@@ -47,6 +47,7 @@ bool Block::try_warp(Thread& thread) {
   Thread* lanes = &threads_[first];
   switch (in.opcode) {
     case Opcode::warp_sync:
+      counters_.barriers_met[thread.pc] = true;
       sync_lanes(lanes, mask);
       break;
     case Opcode::shfl:
