@@ -172,7 +172,7 @@ TEST_CASE("what is left out is said") {
           bench::kExitDone);
   result = read_json(path);
   REQUIRE(result.at("left_out").size() == 1);
-  CHECK(result.at("left_out")[0].at("reason").get<std::string>().find("the host tier of a copy") !=
+  CHECK(result.at("left_out")[0].at("reason").get<std::string>().find("pinned memory") !=
         std::string::npos);
 }
 
