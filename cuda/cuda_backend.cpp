@@ -16,13 +16,13 @@
 #include <verkv/certificate.hpp>
 #include <verkv/cuda_cache.hpp>
 #include <verkv/importance.hpp>
-#include <verkv/inclusion.hpp>
 #include <verkv/sample.hpp>
 
 #include "backend.hpp"
 #include "cpu/calibration.hpp"
 #include "cuda_error.hpp"
 #include "device_memory.hpp"
+#include "inclusion_pool.hpp"
 #include "step.hpp"
 #include "store.hpp"
 
@@ -670,61 +670,22 @@ class CudaBackend final : public Backend {
     return plan;
   }
 
-  // Solves inclusion over the pools. `pays_window`: the budget of what has not been compressed yet
-  // includes the local window (paid once, at the first compression).
+  // Solves inclusion over the pools.
   void solve_pools(std::vector<LayerPlan>& plans, Pool pool, bool pays_window) const {
-    std::vector<std::pair<LayerPlan*, std::size_t>> heads;
+    std::vector<PoolHead> heads;
+    const auto solve = [&] {
+      solve_pool(config_, heads, pays_window);
+      heads.clear();
+    };
     for (LayerPlan& plan : plans) {
       for (std::size_t h = 0; h < plan.importance.size(); ++h) {
-        heads.emplace_back(&plan, h);
-        if (pool == Pool::head) solve_pool(heads, pays_window);
+        heads.push_back({plan.begin, plan.tokens, plan.importance[h],
+                         std::span(plan.odds).subspan(h * size(plan.count), size(plan.count))});
+        if (pool == Pool::head) solve();
       }
-      if (pool == Pool::layer) solve_pool(heads, pays_window);
+      if (pool == Pool::layer) solve();
     }
-    if (pool == Pool::sequence) solve_pool(heads, pays_window);
-  }
-
-  // Solves one pool and empties it.
-  void solve_pool(std::vector<std::pair<LayerPlan*, std::size_t>>& heads, bool pays_window) const {
-    // Sinks are in H: out of the pool, paid from its budget.
-    const auto sinks_of = [this](const LayerPlan& plan) {
-      return std::clamp<std::int64_t>(config_.sink_tokens - plan.begin, 0, plan.count);
-    };
-    double budget = 0;
-    std::vector<float> tau;
-    for (const auto& [plan, h] : heads) {
-      const std::int64_t sinks = sinks_of(*plan);
-      const std::int64_t window = pays_window && plan->begin == 0 ? plan->tokens - plan->count : 0;
-      budget += config_.keep * static_cast<double>(plan->count + window) -
-                static_cast<double>(sinks + window);
-      tau.insert(tau.end(), plan->importance[h] + sinks, plan->importance[h] + plan->count);
-    }
-    budget = std::max(0.0, budget);
-
-    std::size_t next = 0;
-    const auto assign = [&](auto&& odds_of) {
-      for (const auto& [plan, h] : heads) {
-        const std::int64_t sinks = sinks_of(*plan);
-        Positive16* const odds = plan->odds.data() + h * size(plan->count);
-        std::fill(odds, odds + sinks, kPositive16Infinity);
-        for (std::int64_t i = sinks; i < plan->count; ++i) odds[i] = odds_of(next++);
-      }
-    };
-    if (config_.select == Selection::topk) {
-      std::vector<std::uint32_t> index(tau.size());
-      std::vector<std::uint8_t> kept(tau.size());
-      select_top_k(std::span<const float>(tau), static_cast<std::size_t>(budget + 0.5), index,
-                   kept);
-      assign([&](std::size_t i) { return kept[i] != 0 ? kPositive16Infinity : Positive16{}; });
-    } else {
-      std::vector<float> scratch(tau.size());
-      const FlooredInclusion inclusion = solve_inclusion(
-          std::span<const float>(tau), budget, config_.inclusion_floor, std::span(scratch));
-      assign([&](std::size_t i) {
-        return stored_odds(inclusion.probability(static_cast<double>(tau[i])));
-      });
-    }
-    heads.clear();
+    if (pool == Pool::sequence) solve();
   }
 
   // Compresses by solved plans. Running out of memory happens before the first layer has changed.

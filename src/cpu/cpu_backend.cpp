@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include <verkv/inclusion.hpp>
 #include <verkv/sample.hpp>
 
 #include "backend.hpp"
@@ -18,6 +17,7 @@
 #include "cpu/calibration.hpp"
 #include "cpu/head_store.hpp"
 #include "cpu/kernels.hpp"
+#include "inclusion_pool.hpp"
 #include "thread_pool.hpp"
 
 namespace verkv::cpu {
@@ -282,9 +282,7 @@ class CpuBackend final : public Backend {
     plans.push_back(std::move(plan));
   }
 
-  // Solves inclusion over the pools, then compresses. Only the first part can fail. `pays_window`:
-  // the budget of what has not been compressed yet includes the local window (paid once, at the
-  // first compression).
+  // Solves inclusion over the pools.
   void solve_pools(const Sequence& sequence, std::vector<HeadPlan>& plans, Pool pool,
                    bool pays_window) const {
     for (std::size_t begin = 0; begin < plans.size();) {
@@ -293,8 +291,13 @@ class CpuBackend final : public Backend {
              (pool == Pool::sequence || plans[end].layer == plans[begin].layer)) {
         ++end;
       }
-      solve_pool(sequence, std::span(plans).subspan(begin, end - begin), pays_window);
-      begin = end;
+      std::vector<PoolHead> heads;
+      for (; begin < end; ++begin) {
+        HeadPlan& plan = plans[begin];
+        heads.push_back({plan.begin, sequence.layers[plan.layer][plan.head].tokens(),
+                         plan.importance, plan.odds});
+      }
+      solve_pool(config_, heads, pays_window);
     }
   }
 
@@ -359,50 +362,6 @@ class CpuBackend final : public Backend {
       if (failure) std::rethrow_exception(failure);
     }
     return bases;
-  }
-
-  void solve_pool(const Sequence& sequence, std::span<HeadPlan> plans, bool pays_window) const {
-    // Sinks are in H: out of the pool, paid from its budget.
-    const auto sinks_of = [this](const HeadPlan& plan) {
-      return std::clamp<std::int64_t>(config_.sink_tokens - plan.begin, 0,
-                                      static_cast<std::int64_t>(plan.odds.size()));
-    };
-    double budget = 0;
-    std::vector<float> tau;
-    for (const HeadPlan& plan : plans) {
-      const std::int64_t sinks = sinks_of(plan);
-      const std::int64_t count = static_cast<std::int64_t>(plan.odds.size());
-      const HeadStore& store = sequence.layers[plan.layer][plan.head];
-      const std::int64_t window = pays_window && plan.begin == 0 ? store.tokens() - count : 0;
-      budget +=
-          config_.keep * static_cast<double>(count + window) - static_cast<double>(sinks + window);
-      tau.insert(tau.end(), plan.importance + sinks, plan.importance + count);
-    }
-    budget = std::max(0.0, budget);
-
-    std::size_t next = 0;
-    const auto assign = [&](auto&& odds_of) {
-      for (HeadPlan& plan : plans) {
-        const std::int64_t sinks = sinks_of(plan);
-        std::fill(plan.odds.begin(), plan.odds.begin() + sinks, kPositive16Infinity);
-        for (std::size_t i = static_cast<std::size_t>(sinks); i < plan.odds.size(); ++i)
-          plan.odds[i] = odds_of(next++);
-      }
-    };
-    if (config_.select == Selection::topk) {
-      std::vector<std::uint32_t> index(tau.size());
-      std::vector<std::uint8_t> kept(tau.size());
-      select_top_k(std::span<const float>(tau), static_cast<std::size_t>(budget + 0.5), index,
-                   kept);
-      assign([&](std::size_t i) { return kept[i] != 0 ? kPositive16Infinity : Positive16{}; });
-      return;
-    }
-    std::vector<float> scratch(tau.size());
-    const FlooredInclusion inclusion = solve_inclusion(std::span<const float>(tau), budget,
-                                                       config_.inclusion_floor, std::span(scratch));
-    assign([&](std::size_t i) {
-      return stored_odds(inclusion.probability(static_cast<double>(tau[i])));
-    });
   }
 
   // Decode: the oldest chunk of a local window that has outgrown its size, by the attention it
