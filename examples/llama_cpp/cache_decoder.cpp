@@ -22,14 +22,14 @@ CacheConfig with_layers(CacheConfig config, const std::vector<AttentionLayer>& l
   return config;
 }
 
-CacheDecoder::CacheDecoder(const Prompt& prompt, CacheConfig config, Score score,
-                           std::uint64_t draw) {
+CacheDecoder::CacheDecoder(const Prompt& prompt, BackendKind backend, CacheConfig config,
+                           Score score, std::uint64_t draw) {
   std::vector<AttentionLayer> shapes;
   for (const PromptLayer& layer : prompt.layers) {
     places_.emplace(layer.shape.index, static_cast<std::int64_t>(shapes.size()));
     shapes.push_back(layer.shape);
   }
-  cache_ = make_cpu_cache(with_layers(std::move(config), shapes));
+  cache_ = make_cache(backend, with_layers(std::move(config), shapes));
   sequence_ = cache_->create_sequence(draw);
 
   const auto tokens = static_cast<std::int64_t>(prompt.tokens.size());

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "../common/backend.hpp"
 #include "hook.hpp"
 #include "importance.hpp"
 
@@ -32,10 +33,11 @@ struct DecodeCost {
 
 class CacheDecoder : public AttentionVisitor {
  public:
-  // Gives a new cache the whole prompt and compresses it by `score`. The layers of `config` are
-  // filled in. Throws what the cache throws, and InvalidArgument where the prompt has no such
-  // score.
-  CacheDecoder(const Prompt& prompt, CacheConfig config, Score score, std::uint64_t draw);
+  // Gives a new cache of that backend the whole prompt and compresses it by `score`. The layers of
+  // `config` are filled in. Throws what the cache throws, and InvalidArgument where the prompt has
+  // no such score.
+  CacheDecoder(const Prompt& prompt, BackendKind backend, CacheConfig config, Score score,
+               std::uint64_t draw);
 
   // Appends the tokens one by one and attends with each; layers that are not in the prompt stay as
   // the engine computed them.

@@ -299,7 +299,8 @@ class Evaluation {
         account.step_means.resize(before + static_cast<std::size_t>(options_.steps));
         for (std::int64_t draw = 0; draw < draws; ++draw) {
           const auto begin = std::chrono::steady_clock::now();
-          CacheDecoder decoder(prompt, method.config, method.score, draw_of(number, draw));
+          CacheDecoder decoder(prompt, options_.backend, method.config, method.score,
+                               draw_of(number, draw));
           hook_.decode(engine_, steps, decoder,
                        [&](std::int64_t step, std::span<const float> logits) {
                          const std::vector<float>& truth = dense[static_cast<std::size_t>(step)];
@@ -360,7 +361,8 @@ class Evaluation {
         const std::int64_t draws = method.random ? options_.draws : 1;
         for (std::int64_t draw = 0; draw < draws; ++draw) {
           const auto begin = std::chrono::steady_clock::now();
-          CacheDecoder decoder(prompt, method.config, method.score, draw_of(number, draw));
+          CacheDecoder decoder(prompt, options_.backend, method.config, method.score,
+                               draw_of(number, draw));
           score += answer(&decoder) / static_cast<double>(draws);
           finish(decoder, account);
           account.seconds += elapsed(begin);

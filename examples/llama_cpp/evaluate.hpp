@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../common/backend.hpp"
 #include "engine.hpp"
 #include "eval_row.hpp"
 #include "gate.hpp"
@@ -41,6 +42,7 @@ struct EvalOptions {
   std::int64_t draws = 1;       // of each random method
   std::uint64_t seed = 0;       // of texts, tasks and draws
   int threads = 0;
+  BackendKind backend = BackendKind::cpu;
 
   std::set<std::string> methods;  // names; empty: all
   std::vector<double> keeps{1.0 / 8, 1.0 / 16, 1.0 / 32};

@@ -124,7 +124,7 @@ void generate(Engine& engine, const AttentionHook& hook, const GenerateOptions& 
   fmt::print("\n\n--- VERKV, {} of {} layers{} ---\n", read.layers.size(), engine.layers(),
              all_replaced ? ", the engine's own cache emptied" : "");
   std::fflush(stdout);
-  CacheDecoder decoder(read, config, options.method.score, options.draw);
+  CacheDecoder decoder(read, options.backend, config, options.method.score, options.draw);
   const Timer timer;
   const std::vector<Token> ours =
       continue_greedily(engine, hook, &decoder, question, options.tokens, show);

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../common/backend.hpp"
 #include "engine.hpp"
 #include "evaluate.hpp"
 #include "hook.hpp"
@@ -32,6 +33,7 @@ struct GenerateOptions {
   Method method;
   const Gate* gate = nullptr;  // for Score::gate
   std::uint64_t draw = 0;
+  BackendKind backend = BackendKind::cpu;
 };
 
 // Streams both answers to the output, and what the second one cost. Throws EngineError for a prompt

@@ -165,6 +165,7 @@ int generate_command(const Options& options) {
   generation.tokens = options.new_tokens;
   generation.method = options.method;
   generation.draw = options.draw;
+  generation.backend = options.backend;
   // The length of the prompt is known only when the model is there.
   std::int64_t tokens = 0;
   {
@@ -267,7 +268,8 @@ int self_test_command(const Options& options) {
   const EvalOptions& wanted = options.evaluation;
   Engine engine = open(options, room_for(wanted.context_tokens, wanted.steps));
   const AttentionHook hook(engine);
-  return self_test(engine, hook, wanted.context_tokens, wanted.steps, options.threads)
+  return self_test(engine, hook, wanted.context_tokens, wanted.steps, options.threads,
+                   options.backend)
              ? 0
              : kExitFailure;
 }

@@ -98,6 +98,7 @@ struct Words {
   std::string sketch = "2";
   std::string importance = "kvzip_mean";
   std::string select = "poisson";
+  std::string backend = "cpu";
 };
 
 std::string version_text() {
@@ -149,6 +150,12 @@ class Reader {
         ->check(CLI::Range(1, 1024));
   }
 
+  void backend(CLI::App& sub) {
+    sub.add_option("--backend", words_.backend, "Where the cache computes: cpu or cuda")
+        ->check(CLI::IsMember({"cpu", "cuda"}))
+        ->capture_default_str();
+  }
+
   void context(CLI::App& sub, std::int64_t tokens, std::int64_t steps) {
     options_.evaluation.context_tokens = tokens;
     options_.evaluation.steps = steps;
@@ -164,6 +171,7 @@ class Reader {
     CLI::App& sub =
         begin("self-test", "Shows that the hook acts on this model", Command::self_test);
     engine(sub);
+    backend(sub);
     sub.add_option("--context", self_test_context_, "Tokens of the prompt (default 1000)")
         ->check(CLI::Range(64, 1 << 20));
     sub.add_option("--steps", self_test_steps_, "Decode steps (default 64)")
@@ -174,6 +182,7 @@ class Reader {
     CLI::App& sub =
         begin("generate", "Answers a prompt, dense and with the cache", Command::generate);
     engine(sub);
+    backend(sub);
     sub.add_option("--prompt", options_.prompt_file, "File with the prompt")->required();
     sub.add_option("--ask", options_.question,
                    "Text that follows the prompt and is decoded through the cache");
@@ -201,6 +210,7 @@ class Reader {
         begin("eval", "KL, agreement, perplexity and task scores against dense", Command::evaluate);
     EvalOptions& options = options_.evaluation;
     engine(sub);
+    backend(sub);
     context(sub, 4000, 256);
     list(sub, "--texts", words_.texts, "Generated texts: prose, code, uuids, or none");
     sub.add_option("--text", options.files, "File with a text of your own; may be repeated");
@@ -367,6 +377,10 @@ void check(const Words& words, Options& options) {
   config.fetch.probability = parse_rule(words.probability, "--probability", 1);
   config.sketch = parse_sketch(words.sketch);
   config.select = words.select == "topk" ? Selection::topk : Selection::poisson;
+  evaluation.backend = options.backend =
+      words.backend == "cuda" ? BackendKind::cuda : BackendKind::cpu;
+  const std::string refusal = backend_refusal(options.backend, config);
+  if (!refusal.empty()) throw UsageError("--backend cuda: " + refusal);
   const bool fetches =
       config.fetch.epsilon < kOff || config.fetch.risk < kOff || config.fetch.probability < kOff;
   if (!fetches) config.fetch.mode = FetchMode::never;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../common/backend.hpp"
 #include "evaluate.hpp"
 
 #include <verkv/error.hpp>
@@ -25,6 +26,7 @@ struct Options {
   std::string model;
   std::int64_t engine_tokens = 0;  // context of the engine; 0: what the command needs
   int threads = 0;
+  BackendKind backend = BackendKind::cpu;
 
   // generate, and the one method of it
   std::string prompt_file;

@@ -52,7 +52,7 @@ bool report(const char* what, const Difference& difference, std::size_t steps, b
 }  // namespace
 
 bool self_test(Engine& engine, const AttentionHook& hook, std::int64_t context_tokens,
-               std::int64_t steps, int threads) {
+               std::int64_t steps, int threads, BackendKind backend) {
   std::vector<Token> text = engine.tokenize(
       generate_text(TextKind::prose, 1, static_cast<std::size_t>(8 * (context_tokens + steps))),
       true);
@@ -88,7 +88,7 @@ bool self_test(Engine& engine, const AttentionHook& hook, std::int64_t context_t
   const auto ours = [&](std::size_t disturbance, double keep) {
     CacheConfig mine = config;
     mine.keep = keep;
-    CacheDecoder decoder(prompt, mine, Score::key_norm, 0);
+    CacheDecoder decoder(prompt, backend, mine, Score::key_norm, 0);
     decoder.disturb(disturbance);
     std::vector<std::vector<float>> logits;
     hook.decode(engine, next, decoder, [&logits](std::int64_t, std::span<const float> row) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../common/backend.hpp"
 #include "engine.hpp"
 #include "hook.hpp"
 
@@ -12,7 +13,7 @@ namespace verkv::llm {
 
 // The checks of `verkv_llama self-test`, printed. True if all passed.
 bool self_test(Engine& engine, const AttentionHook& hook, std::int64_t context_tokens,
-               std::int64_t steps, int threads);
+               std::int64_t steps, int threads, BackendKind backend);
 
 }  // namespace verkv::llm
 

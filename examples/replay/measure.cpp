@@ -15,9 +15,8 @@
 
 #include <verkv/attention.hpp>
 #include <verkv/kv_cache_manager.hpp>
-#if VERKV_REPLAY_CUDA
-#include <verkv/cuda_cache.hpp>
-#endif
+
+#include "../common/backend.hpp"
 
 namespace verkv::replay {
 
@@ -224,27 +223,10 @@ struct Unit {
 
 // Refuses a backend that is not there, or that does not do what a method asks for.
 void check_backend(const Options& options, const std::vector<Method>& methods) {
-  if (!options.cuda) return;
-#if VERKV_REPLAY_CUDA
-  if (cuda_device_count() == 0) throw UsageError("--backend cuda: there is no CUDA device");
   for (const Method& method : methods) {
-    CacheConfig config = method.config;
-    config.layers.assign(1, LayerConfig{});
-    config.layers[0].key_dim = config.layers[0].value_dim = 1;
-    const std::vector<std::string> reasons = cuda_unsupported_reasons(config);
-    if (!reasons.empty()) throw UsageError("--backend cuda: " + reasons.front());
+    const std::string refusal = backend_refusal(options.backend, method.config);
+    if (!refusal.empty()) throw UsageError("--backend cuda: " + refusal);
   }
-#else
-  static_cast<void>(methods);
-  throw UsageError("--backend cuda: this program was built without it (VERKV_WITH_CUDA)");
-#endif
-}
-
-std::unique_ptr<KvCacheManager> make_cache(CacheConfig config, [[maybe_unused]] bool cuda) {
-#if VERKV_REPLAY_CUDA
-  if (cuda) return make_cuda_cache(std::move(config));
-#endif
-  return make_cpu_cache(std::move(config));
 }
 
 // A cache of the unit's layers under one method, at some step of the recording.
@@ -252,7 +234,7 @@ class Replay {
  public:
   Replay(const RecordedCache& cache, const std::vector<std::size_t>& places, const Unit& unit,
          const std::vector<Reference>& references, const Method& method, DType storage,
-         std::int64_t threads, std::uint64_t draw, bool cuda)
+         std::int64_t threads, std::uint64_t draw, BackendKind backend)
       : method_(method) {
     CacheConfig config = method.config;
     config.storage = storage;
@@ -276,7 +258,7 @@ class Replay {
       layers_.push_back(&layer);
       references_.push_back(&references[place]);
     }
-    manager_ = make_cache(std::move(config), cuda);
+    manager_ = make_cache(backend, std::move(config));
     sequence_ = manager_->create_sequence(draw);
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       manager_->append(sequence_, static_cast<std::int64_t>(i), layers_[i]->key, layers_[i]->value);
@@ -654,7 +636,7 @@ Measurement measure(const RecordedCache& cache, const Options& options,
     const Unit& unit = units[task.unit];
     report(task.run, 0);
     Replay replay(cache, places, unit, references, *runs[task.run], out.storage, manager_threads,
-                  task.seed, options.cuda);
+                  task.seed, options.backend);
     MethodResult& result = results[task.run];
     if (task.redraws) {
       std::vector<std::vector<Rate>> rates =

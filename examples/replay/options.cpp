@@ -506,8 +506,9 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
   reader.integer("--threads", options.threads, 1, 1024, "Threads; results do not depend on it",
                  "all");
   reader.word<bool>("--simd", options.vector_code, {{"auto", true}, {"scalar", false}}, "Kernels");
-  reader.word<bool>("--backend", options.cuda, {{"cpu", false}, {"cuda", true}},
-                    "Where the cache computes");
+  reader.word<BackendKind>("--backend", options.backend,
+                           {{"cpu", BackendKind::cpu}, {"cuda", BackendKind::cuda}},
+                           "Where the cache computes");
   reader.text("--json", options.json, "OUT", "Write settings and rows, all layers, as JSON", "");
   CLI::Option* svg =
       reader.text("--svg", options.svg, "OUT", "With --promise: write the grid as a picture", "");

@@ -12,6 +12,8 @@
 #include <verkv/kv_cache_manager.hpp>
 #include <verkv/recorded_cache.hpp>
 
+#include "../common/backend.hpp"
+
 namespace verkv::replay {
 
 // Something the user asked for that cannot be: exit code 2.
@@ -60,9 +62,9 @@ struct Options {
   std::int64_t steps = 0;            // 0: all that are recorded
   std::vector<std::int64_t> layers;  // empty: all that are recorded
   bool vector_code = true;
-  bool cuda = false;  // the cache's backend
-  std::string json;   // empty: none
-  std::string svg;    // with promise; empty: none
+  BackendKind backend = BackendKind::cpu;
+  std::string json;  // empty: none
+  std::string svg;   // with promise; empty: none
 };
 
 // Options, or what to print instead of working: the help (exit code 0) or one line about the error
