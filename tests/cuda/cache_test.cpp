@@ -427,7 +427,7 @@ TEST_CASE("views in the device's memory, on the caller's stream, without waiting
   }
 }
 
-TEST_CASE("launches of a step, and capture") {
+TEST_CASE("launches of a step, and capture", "[cpu-device]") {
   device::reset_device();
   cudaStream_t stream = nullptr;
   VERKV_CUDA_CHECK(cudaStreamCreate(&stream));
@@ -606,7 +606,7 @@ TEST_CASE("device queries that are not finite are reported by a later call") {
   Twins::no_faults();
 }
 
-TEST_CASE("what a device does not do is refused before anything is allocated") {
+TEST_CASE("what a device does not do is refused before anything is allocated", "[cpu-device]") {
   device::reset_device();
   CacheConfig config = small_config();
   config.fetch.order = FetchOrder::exact;
@@ -627,7 +627,7 @@ TEST_CASE("what a device does not do is refused before anything is allocated") {
   REQUIRE_THROWS_AS(verkv::make_cuda_cache(config), InvalidArgument);
 }
 
-TEST_CASE("a cache gives back all memory") {
+TEST_CASE("a cache gives back all memory", "[cpu-device]") {
   device::reset_device();
   {
     Twins twins(small_config());
@@ -649,7 +649,7 @@ TEST_CASE("a cache gives back all memory") {
 
 // Each allocation and each pinning fails once; the call is repeated until it passes, and the caches
 // stay twins.
-TEST_CASE("refused memory leaves the cache as it was") {
+TEST_CASE("refused memory leaves the cache as it was", "[cpu-device]") {
   for (const device::Call call : {device::Call::malloc, device::Call::host_malloc}) {
     device::DeviceOptions no_other_way;
     no_other_way.host_register = false;
@@ -715,7 +715,7 @@ struct PinningRefused {
   std::string kind;  // empty: nothing is left
 };
 
-TEST_CASE("where pinning is refused pageable memory stands in") {
+TEST_CASE("where pinning is refused pageable memory stands in", "[cpu-device]") {
   const PinningRefused ways[] = {{true, false, true, true, "pinned"},
                                  {false, true, true, true, "ordinary"},
                                  {false, false, true, true, "managed"},
@@ -793,7 +793,7 @@ TEST_CASE("where pinning is refused pageable memory stands in") {
   }
 }
 
-TEST_CASE("a fault is no refusal of pinning") {
+TEST_CASE("a fault is no refusal of pinning", "[cpu-device]") {
   device::Device& machine = device::reset_device();
   const auto cache = verkv::make_cuda_cache(small_config());
   const SequenceId id = cache->create_sequence();
@@ -810,7 +810,7 @@ TEST_CASE("a fault is no refusal of pinning") {
   REQUIRE_NOTHROW(cache->append(id, 0, view, view));
 }
 
-TEST_CASE("an error that the caller has pending is neither reported nor taken") {
+TEST_CASE("an error that the caller has pending is neither reported nor taken", "[cpu-device]") {
   device::Device& machine = device::reset_device();
   CacheConfig config = small_config();
   config.layers.resize(1);
@@ -834,7 +834,7 @@ TEST_CASE("an error that the caller has pending is neither reported nor taken") 
   REQUIRE(cudaGetLastError() == cudaSuccess);
 }
 
-TEST_CASE("a chunk that finds no memory is compressed later") {
+TEST_CASE("a chunk that finds no memory is compressed later", "[cpu-device]") {
   device::Device& machine = device::reset_device();
   Twins twins(small_config());
   const SequenceId id = twins.create();
@@ -909,7 +909,7 @@ TEST_CASE("random calls") {
   }
 }
 
-TEST_CASE("a refused launch is an error with its place") {
+TEST_CASE("a refused launch is an error with its place", "[cpu-device]") {
   device::Device& machine = device::reset_device();
   Twins twins(small_config());
   const SequenceId id = twins.create();

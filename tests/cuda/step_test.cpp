@@ -55,14 +55,14 @@ Setup small(std::uint32_t seed) {
 
 }  // namespace
 
-TEST_CASE("A step equals the CPU's at the defaults, in four launches") {
+TEST_CASE("A step equals the CPU's at the defaults, in four launches", "[cpu-device]") {
   cpu_device::reset_device();
   require_equal(Setup{});
   REQUIRE(cpu_device::current_device().launches().size() == 4);
 }
 
 // The sketch is read once for a group of query heads, a host row once if it moves and never else.
-TEST_CASE("Bytes that a step reads") {
+TEST_CASE("Bytes that a step reads", "[cpu-device]") {
   cpu_device::reset_device();
   Setup setup = small(50);
   setup.group = 8;
