@@ -226,7 +226,11 @@ class Twins {
           batch.output = output_copy.data();
           batch.lse = lse_copy.data();
         }
-        cuda->attend(static_cast<std::int64_t>(i), batch);
+        if (capture_on == nullptr) {
+          cuda->attend(static_cast<std::int64_t>(i), batch);
+        } else {
+          attend_captured(static_cast<std::int64_t>(i), batch);
+        }
         if (space == MemorySpace::device) {
           VERKV_CUDA_CHECK(cudaMemcpy(output[1].data(), output_copy.data(), 4 * output[1].size(),
                                       cudaMemcpyDeviceToHost));
@@ -264,6 +268,20 @@ class Twins {
         moved += kv[0][k].moved_tokens;
       }
     }
+  }
+
+  // The same as a graph, launched once.
+  void attend_captured(std::int64_t layer, const AttendBatch& batch) {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    VERKV_CUDA_CHECK(cudaStreamBeginCapture(capture_on, cudaStreamCaptureModeThreadLocal));
+    cuda->attend(layer, batch);
+    VERKV_CUDA_CHECK(cudaStreamEndCapture(capture_on, &graph));
+    VERKV_CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    VERKV_CUDA_CHECK(cudaGraphLaunch(exec, capture_on));
+    VERKV_CUDA_CHECK(cudaStreamSynchronize(capture_on));
+    VERKV_CUDA_CHECK(cudaGraphExecDestroy(exec));
+    VERKV_CUDA_CHECK(cudaGraphDestroy(graph));
   }
 
   // Everything that is asked rather than computed.
@@ -311,6 +329,7 @@ class Twins {
   CacheConfig config;
   Random random;
   MemorySpace space;
+  cudaStream_t capture_on = nullptr;  // steps are captured on this stream of the cache
   std::unique_ptr<KvCacheManager> cpu;
   std::unique_ptr<KvCacheManager> cuda;
   std::vector<DeviceBuffer<float>> copies;
@@ -322,10 +341,14 @@ class Twins {
 // which one goes and one comes, redraw. Most steps of decode only append: an attended step takes a
 // second of the CPU device.
 std::int64_t live(const CacheConfig& config, std::uint64_t seed, const CudaOptions& options = {},
-                  bool reports = true, bool whole = false) {
+                  bool reports = true, bool whole = false, bool captured = false) {
   Twins twins(config, seed, options);
   const SequenceId a = twins.create();
   SequenceId b = twins.create();
+  if (captured) {
+    twins.capture_on = static_cast<cudaStream_t>(options.stream);
+    twins.create();  // makes room for a batch with a padding row, which a capture could not
+  }
   if (whole) twins.attend({a, b}, 1, reports);  // nothing in them yet
   twins.append(a, 120);
   twins.append(a, 60);
@@ -360,14 +383,8 @@ std::int64_t live(const CacheConfig& config, std::uint64_t seed, const CudaOptio
   return twins.moved;
 }
 
-}  // namespace
-
-TEST_CASE("a life of sequences is the same on both backends") {
-  device::reset_device();
-  REQUIRE(live(small_config(), 1, {}, true, true) > 100);
-}
-
-TEST_CASE("configurations") {
+// Of every kind that changes what a step does.
+std::vector<CacheConfig> configurations() {
   std::vector<CacheConfig> configs;
   CacheConfig c = small_config();
   c.storage = DType::bf16;
@@ -402,11 +419,37 @@ TEST_CASE("configurations") {
   c = small_config();
   c.layers[0].soft_cap = 20;
   configs.push_back(c);
+  return configs;
+}
+
+}  // namespace
+
+TEST_CASE("a life of sequences is the same on both backends") {
+  device::reset_device();
+  REQUIRE(live(small_config(), 1, {}, true, true) > 100);
+}
+
+TEST_CASE("configurations") {
   std::uint64_t seed = 10;
-  for (const CacheConfig& config : configs) {
+  for (const CacheConfig& config : configurations()) {
     CAPTURE(seed);
     device::reset_device();
     live(config, seed++);
+  }
+}
+
+TEST_CASE("configurations, every step captured in a graph") {
+  std::uint64_t seed = 30;
+  for (const CacheConfig& config : configurations()) {
+    CAPTURE(seed);
+    device::reset_device();
+    cudaStream_t stream = nullptr;
+    VERKV_CUDA_CHECK(cudaStreamCreate(&stream));
+    CudaOptions options;
+    options.views = MemorySpace::device;
+    options.stream = stream;
+    live(config, seed++, options, false, false, true);
+    VERKV_CUDA_CHECK(cudaStreamDestroy(stream));
   }
 }
 
