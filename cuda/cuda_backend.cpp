@@ -2,6 +2,7 @@
 // Inclusion probabilities are solved on the host, which compress waits for anyway, by the very
 // function that the CPU backend calls.
 #include <cuda_runtime_api.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
@@ -610,7 +611,7 @@ class CudaBackend final : public Backend {
     VERKV_CUDA_CHECK(cudaMemsetAsync(bad_.data(), 0, sizeof(BadNumber), stream_));
     const std::string place = std::to_string(bad.token) + ", head " + std::to_string(bad.head) +
                               ", coordinate " + std::to_string(bad.coordinate) + " is " +
-                              std::to_string(bad.number) + "; it must be finite";
+                              fmt::format("{}", bad.number) + "; it must be finite";
     if (bad.source == NumberSource::queries) {
       throw InvalidArgument("queries of a step, layer " + std::to_string(bad.layer) + ": row " +
                             place);
@@ -619,7 +620,7 @@ class CudaBackend final : public Backend {
                           " of sequence " + std::to_string(bad.sequence) + ", layer " +
                           std::to_string(bad.layer) + ": token " + place + " and, stored as " +
                           name(config_.storage) + ", not above " +
-                          std::to_string(largest_stored(config_.storage)) + " in size");
+                          fmt::format("{}", largest_stored(config_.storage)) + " in size");
   }
 
   // ---- Compression
