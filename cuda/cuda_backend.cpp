@@ -110,6 +110,18 @@ struct Sequence {
   std::vector<bool> compressed_before;              // only then does decode compress by itself
 };
 
+// The table slots of a batch's rows in device memory, and what has been written there.
+struct Slots {
+  DeviceBuffer<std::int32_t> device;
+  std::vector<std::int32_t> written;
+
+  void take(DeviceBuffer<std::int32_t>&& room, std::int64_t rows) {
+    device.swap(room);
+    written.clear();
+    written.reserve(size(rows));
+  }
+};
+
 // One layer's share of a compression: positions [begin, begin + count) of all its KV heads.
 struct LayerPlan {
   std::size_t layer = 0;
@@ -155,6 +167,8 @@ class CudaBackend final : public Backend {
     sequences_.clear();
   }
 
+  std::uint64_t graph_generation() const override { return graph_generation_; }
+
   std::string description() const override { return description_ + "; host tier: " + host_tier(); }
 
   void create(SequenceId id, std::uint64_t draw) override {
@@ -171,7 +185,7 @@ class CudaBackend final : public Backend {
     const bool reused = !free_slots_.empty();
     sequence->slot = reused ? free_slots_.back() : next_slot_;
     reserve_tables(sequence->slot + 1);
-    reserve_rows(static_cast<std::int64_t>(sequences_.size()) + 1);
+    reserve_rows(std::max(options_.rows, static_cast<std::int64_t>(sequences_.size()) + 1));
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       if (sequence->layers[i]) sequence->layers[i]->write_table(table(i, *sequence), stream_);
     }
@@ -303,13 +317,19 @@ class CudaBackend final : public Backend {
     const CurrentDevice current(options_.device);
     const std::size_t index = size(layer_index);
     const Layer& layer = layers_[index];
+    const unsigned long long capture = capture_under_way();
+    if (rows > rows_ && capture != 0) {
+      throw CapacityError("a captured batch of " + std::to_string(rows) +
+                          " rows, but there is room for " + std::to_string(rows_) +
+                          " (CudaOptions::rows)");
+    }
     // Padding rows may make the batch larger than the number of sequences; only then is there
     // something to grow.
     reserve_rows(rows);
     StepView step;
     step.layer = layer.view;
     step.heads = layer.table.data();
-    step.slots = write_slots(batch, index, step.score_window);
+    step.slots = write_slots(batch, index, capture, step.score_window);
     step.rows = static_cast<int>(rows);
     step.query_type = batch.queries.type;
     step.query_reports = query_reports_.data();
@@ -376,9 +396,9 @@ class CudaBackend final : public Backend {
 
   std::int64_t workspace_bytes() const override {
     std::int64_t sum = workspace_.bytes() + query_reports_.bytes() + kv_reports_.bytes() +
-                       slots_.bytes() + query_staging_.bytes() + output_staging_.bytes() +
-                       lse_staging_.bytes() + row_staging_.bytes() + counters_.bytes() +
-                       bad_.bytes();
+                       slots_.device.bytes() + captured_slots_.device.bytes() +
+                       query_staging_.bytes() + output_staging_.bytes() + lse_staging_.bytes() +
+                       row_staging_.bytes() + counters_.bytes() + bad_.bytes();
     for (const Layer& layer : layers_) sum += layer.table.bytes();
     return sum;
   }
@@ -389,6 +409,7 @@ class CudaBackend final : public Backend {
 
   // How the host tier is held, for the description.
   std::string host_tier() const {
+    // With no block yet nobody knows.
     std::int64_t pageable = 0;
     std::int64_t all = 0;
     const HostBuffer* example = nullptr;
@@ -402,6 +423,7 @@ class CudaBackend final : public Backend {
         example = &block;
       }
     }
+    if (all == 0) return "none yet";
     if (example == nullptr) return "pinned";
     return std::to_string(pageable) + " of " + std::to_string(all) + " bytes pageable, " +
            (example->kind() == HostMemory::managed ? "managed" : "ordinary") +
@@ -425,6 +447,14 @@ class CudaBackend final : public Backend {
   }
 
   void synchronize() const { VERKV_CUDA_CHECK(cudaStreamSynchronize(stream_)); }
+
+  // The number of the capture that the stream is in; 0: none.
+  unsigned long long capture_under_way() const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    VERKV_CUDA_CHECK(cudaStreamGetCaptureInfo(stream_, &status, &id));
+    return status == cudaStreamCaptureStatusActive ? id : 0;
+  }
 
   void copy_in(void* to, const void* from, std::size_t bytes) const {
     VERKV_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_));
@@ -475,6 +505,7 @@ class CudaBackend final : public Backend {
     synchronize();
     for (std::size_t i = 0; i < layers_.size(); ++i) layers_[i].table.swap(tables[i]);
     slot_capacity_ = capacity;
+    ++graph_generation_;
   }
 
   // Buffers of a step of this many rows.
@@ -494,6 +525,7 @@ class CudaBackend final : public Backend {
       }
       slots_now_.reserve(size(rows));
       DeviceBuffer<std::int32_t> slots(rows, "the rows of a step");
+      DeviceBuffer<std::int32_t> captured_slots(rows, "the rows of a captured step");
       DeviceBuffer<QueryHeadReport> query_reports(rows * query_heads, "reports");
       DeviceBuffer<KvHeadReport> kv_reports(rows * kv_heads, "reports");
       DeviceBuffer<std::byte> query_staging;
@@ -513,15 +545,15 @@ class CudaBackend final : public Backend {
         VERKV_CUDA_CHECK(cudaMemsetAsync(kv_reports.data(), 0, size(kv_reports.bytes()), stream_));
       }
       synchronize();
-      slots_.swap(slots);
-      slots_written_.clear();
-      slots_written_.reserve(size(rows));
+      slots_.take(std::move(slots), rows);
+      captured_slots_.take(std::move(captured_slots), rows);
       query_reports_.swap(query_reports);
       kv_reports_.swap(kv_reports);
       query_staging_.swap(query_staging);
       output_staging_.swap(output_staging);
       lse_staging_.swap(lse_staging);
       rows_ = rows;
+      ++graph_generation_;
     }
   }
 
@@ -540,6 +572,7 @@ class CudaBackend final : public Backend {
       layer.most_residents = old_residents;
       throw;
     }
+    ++graph_generation_;
   }
 
   static std::int64_t with_room(std::int64_t n) { return round_up(n + n / 4, 256); }
@@ -569,6 +602,7 @@ class CudaBackend final : public Backend {
     DeviceBuffer<std::byte> larger(wanted, "the workspace of a step");
     synchronize();
     workspace_.swap(larger);
+    ++graph_generation_;
   }
 
   // ---- Append
@@ -787,7 +821,7 @@ class CudaBackend final : public Backend {
   // The device's slots of the rows; written only when the batch is not the last one, so that the
   // layers of a step share them.
   const std::int32_t* write_slots(const AttendBatch& batch, std::size_t layer,
-                                  bool& out_score_window) {
+                                  unsigned long long capture, bool& out_score_window) {
     slots_now_.clear();
     for (const SequenceId id : batch.sequences) {
       if (id == kNoSequence) {
@@ -798,13 +832,20 @@ class CudaBackend final : public Backend {
       slots_now_.push_back(static_cast<std::int32_t>(sequence.slot));
       if (sequence.compressed_before[layer] && config_.chunk_tokens > 0) out_score_window = true;
     }
-    if (slots_now_ != slots_written_) {
-      slots_written_.clear();
-      VERKV_CUDA_CHECK(launch_write_slots(slots_now_.data(), static_cast<int>(slots_now_.size()),
-                                          slots_.data(), stream_));
-      slots_written_ = slots_now_;
+    // A graph may be replayed between any two steps, and any number of times. So captured steps
+    // have an array of their own, written once in each capture, and the other stays what it was.
+    Slots& slots = capture == 0 ? slots_ : captured_slots_;
+    if (capture != 0 && capture != capture_) {
+      slots.written.clear();
+      capture_ = capture;
     }
-    return slots_.data();
+    if (slots_now_ != slots.written) {
+      slots.written.clear();
+      VERKV_CUDA_CHECK(launch_write_slots(slots_now_.data(), static_cast<int>(slots_now_.size()),
+                                          slots.device.data(), stream_));
+      slots.written = slots_now_;
+    }
+    return slots.device.data();
   }
 
   const CacheConfig config_;
@@ -819,9 +860,11 @@ class CudaBackend final : public Backend {
 
   std::int64_t rows_ = 0;
   DeviceBuffer<std::byte> workspace_;
-  DeviceBuffer<std::int32_t> slots_;
   std::vector<std::int32_t> slots_now_;
-  std::vector<std::int32_t> slots_written_;
+  Slots slots_;
+  Slots captured_slots_;
+  unsigned long long capture_ = 0;  // the one in which captured_slots_ was written last
+  std::uint64_t graph_generation_ = 0;
   DeviceBuffer<QueryHeadReport> query_reports_;
   DeviceBuffer<KvHeadReport> kv_reports_;
   DeviceBuffer<LayerStatistics> counters_;
@@ -869,6 +912,10 @@ std::unique_ptr<KvCacheManager> make_cuda_cache(CacheConfig config, const CudaOp
   if (options.device < 0 || options.device >= devices) {
     throw InvalidArgument("CUDA device " + std::to_string(options.device) + "; there are " +
                           std::to_string(devices));
+  }
+  if (options.rows < 0) {
+    throw InvalidArgument("CudaOptions::rows is " + std::to_string(options.rows) +
+                          "; it cannot be negative");
   }
   const cuda::CurrentDevice current(options.device);
   auto backend = std::make_unique<cuda::CudaBackend>(config, options);

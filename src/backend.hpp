@@ -44,6 +44,8 @@ class Backend {
                       std::span<QueryHeadReport> query_reports,
                       std::span<KvHeadReport> kv_reports) = 0;
 
+  virtual std::uint64_t graph_generation() const { return 0; }
+
   // Whether the caller's views, outputs and scores are memory that the host reads. If not, the
   // manager leaves to the backend what it would have to read for: that importance is valid and that
   // queries are finite.

@@ -267,6 +267,11 @@ std::string KvCacheManager::description() const {
   return impl_->backend->description();
 }
 
+std::uint64_t KvCacheManager::graph_generation() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->backend->graph_generation();
+}
+
 SequenceId KvCacheManager::create_sequence() {
   const std::lock_guard lock(impl_->mutex);
   // From the top down, so that the small numbers which callers choose are not met.

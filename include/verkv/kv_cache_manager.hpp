@@ -7,8 +7,9 @@
 //   cache->attend(layer, batch);                       // verify, fetch what is needed, attend
 //
 // Everything that throws leaves the cache as it was. Keys are given as the model attends to them
-// (after RoPE). Threads: any thread may call;
-// calls to one manager take turns and block until done.
+// (after RoPE). Threads: any thread may call; calls to one manager take turns and block until done.
+// With views in a device's memory some calls only enqueue, and find bad numbers later:
+// docs/cuda.md.
 #ifndef VERKV_KV_CACHE_MANAGER_HPP
 #define VERKV_KV_CACHE_MANAGER_HPP
 
@@ -181,7 +182,8 @@ class VERKV_API KvCacheManager {
   KvCacheManager& operator=(const KvCacheManager&) = delete;
 
   const CacheConfig& config() const;
-  // Backend and instruction set, e.g. "cpu (AVX3_DL, 2 threads)".
+  // Backend and instruction set, e.g. "cpu (AVX3_DL, 2 threads)"; on a device also how the host
+  // tier is held now.
   std::string description() const;
 
   // An empty sequence. `draw` names its random draws together with the seed: equal (seed, draw)
@@ -226,10 +228,14 @@ class VERKV_API KvCacheManager {
   // experiments.
   void redraw(SequenceId sequence, std::uint64_t draw);
 
-  // Attention of one query token per row. Allocates nothing. Throws InvalidArgument on a wrong
+  // Attention of one query token per row. Allocates nothing (on a device: unless the batch has more
+  // rows than room was made for, CudaOptions::rows). Throws InvalidArgument on a wrong
   // shape, an unknown or repeated sequence, or a query that is not finite (queries in a device's
   // memory: a later call does, see docs/cuda.md).
   void attend(std::int64_t layer, const AttendBatch& batch);
+  // Another number than before means that graphs in which steps were captured hold on to memory or
+  // sizes that are no longer right: capture anew (docs/cuda.md). Always 0 on the CPU.
+  std::uint64_t graph_generation() const;
 
   MemoryReport memory() const;
   MemoryReport memory(SequenceId sequence) const;

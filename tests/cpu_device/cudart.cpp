@@ -622,6 +622,18 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
                                                        : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+// Number and status of the capture; the graph under way is not shown.
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
+#if CUDART_VERSION >= 13000
+                                     const cudaGraphEdgeData**,
+#endif
+                                     size_t*) {
+  const std::uint64_t number = current_device().capture_id(stream_of(stream));
+  *status = number != 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  if (id != nullptr) *id = number;
+  return cudaSuccess;
+}
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long) {
   GraphExecId id = 0;
   const Status status = current_device().graph_instantiate(id, id_of(graph));

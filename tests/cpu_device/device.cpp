@@ -633,14 +633,15 @@ Status Device::capture_begin(StreamId id) {
   if (id == kLegacyStream || used->capture) return note(Status::capture_unsupported);
   used->capture = std::make_shared<Capture>();
   used->capture->origin = id;
+  used->capture->id = ++captures_;
   used->capture->streams.insert(id);
   used->node_tail.clear();
   return known(Status::success);
 }
 
-bool Device::capturing(StreamId id) const {
+std::uint64_t Device::capture_id(StreamId id) const {
   const auto found = streams_.find(id);
-  return found != streams_.end() && found->second.capture != nullptr;
+  return found != streams_.end() && found->second.capture ? found->second.capture->id : 0;
 }
 
 Status Device::capture_end(StreamId id, GraphId& out) {

@@ -168,7 +168,9 @@ class Device final : public History {
   // ---- graphs
   Status capture_begin(StreamId stream);
   Status capture_end(StreamId stream, GraphId& out);
-  bool capturing(StreamId stream) const;
+  // The number of the capture that the stream is in; 0: none.
+  std::uint64_t capture_id(StreamId stream) const;
+  bool capturing(StreamId stream) const { return capture_id(stream) != 0; }
   Status graph_instantiate(GraphExecId& out, GraphId graph);
   Status graph_launch(GraphExecId exec, StreamId stream);
   Status graph_destroy(GraphId graph);
@@ -236,6 +238,7 @@ class Device final : public History {
   struct Capture {
     Graph nodes;
     StreamId origin = 0;
+    std::uint64_t id = 0;
     std::set<StreamId> streams;
     bool invalid = false;
   };
@@ -300,6 +303,7 @@ class Device final : public History {
   std::map<GraphId, Graph> graphs_;
   std::map<GraphExecId, GraphExec> execs_;
   std::uint64_t next_handle_ = 16;
+  std::uint64_t captures_ = 0;
   std::uint64_t random_state_ = 0;
   std::uint64_t time_ = 0;  // instructions run
   std::unordered_map<const Kernel*, std::size_t> allowed_shared_;
