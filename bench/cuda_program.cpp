@@ -192,20 +192,28 @@ class Program {
       if (!out_of_time(tokens, batch, "everything") && fits(tokens, batch, "everything", pinned))
         batches.push_back(static_cast<int>(batch));
     }
-    if (batches.empty()) return;
+    // Where the largest batch has no room, a smaller one may.
+    for (bool prepared = false; !prepared && !batches.empty();) {
+      unless_memory_is_short(tokens, batches.back(), "everything",
+                             [&] { run_batches(tokens, batches, prepared); });
+      batches.pop_back();
+    }
+  }
+
+  // All batches on the rows of the largest. out_prepared: there was room for them.
+  void run_batches(std::int64_t tokens, const std::vector<int>& batches, bool& out_prepared) {
     exact_.clear();
     say(std::to_string(tokens) + " tokens: preparing");
-    unless_memory_is_short(tokens, batches.back(), "everything", [&] {
-      const Prompt prompt(tokens, plan_.kv_heads, batches.back());
-      {
-        const Scene scene(prompt, batches.back(), stream_);
-        for (const int batch : batches) {
-          if (out_of_time(tokens, batch, "everything")) continue;
-          unless_memory_is_short(tokens, batch, "the rest", [&] { run_batch(scene, batch); });
-        }
+    const Prompt prompt(tokens, plan_.kv_heads, batches.back());
+    {
+      const Scene scene(prompt, batches.back(), stream_);
+      out_prepared = true;
+      for (const int batch : batches) {
+        if (out_of_time(tokens, batch, "everything")) continue;
+        unless_memory_is_short(tokens, batch, "the rest", [&] { run_batch(scene, batch); });
       }
-      run_layers(prompt);
-    });
+    }
+    run_layers(prompt);
   }
 
   void run_batch(const Scene& scene, int batch) {

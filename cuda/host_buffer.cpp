@@ -10,9 +10,13 @@
 namespace verkv::cuda {
 namespace {
 
-// The largest page that CUDA's hosts have: advice goes to whole pages, and should not reach what
-// lies beside the block.
+// The largest page that CUDA's hosts have. Pinning and advice go to whole pages and must not reach
+// what lies beside the block, so ordinary blocks are made of them.
 constexpr std::size_t kPageBytes = 64 << 10;
+
+std::size_t whole_pages(std::int64_t bytes) {
+  return (static_cast<std::size_t>(bytes) + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
 
 // Errors by which a system says that it does not give this kind of memory. Others are faults.
 bool refuses(cudaError_t status) {
@@ -154,8 +158,7 @@ bool HostBuffer::pin(Refusals& refusals) {
 }
 
 bool HostBuffer::allocate_ordinary(HostMemory kind, Refusals& refusals) {
-  void* memory =
-      ::operator new (static_cast<std::size_t>(bytes_), std::align_val_t{kPageBytes}, std::nothrow);
+  void* memory = ::operator new (whole_pages(bytes_), std::align_val_t{kPageBytes}, std::nothrow);
   if (memory == nullptr) {
     refusals.add("ordinary memory: not enough");
     return false;
@@ -174,8 +177,7 @@ bool HostBuffer::register_ordinary(int device, Refusals& refusals) {
     return false;
   }
   if (!allocate_ordinary(HostMemory::ordinary, refusals)) return false;
-  const cudaError_t status =
-      cudaHostRegister(data_, static_cast<std::size_t>(bytes_), cudaHostRegisterMapped);
+  const cudaError_t status = cudaHostRegister(data_, whole_pages(bytes_), cudaHostRegisterMapped);
   if (!refusals.passed(status, "cudaHostRegister")) {
     release();
     return false;
@@ -190,7 +192,7 @@ bool HostBuffer::use_ordinary(int device, Refusals& refusals) {
     return false;
   }
   if (!allocate_ordinary(HostMemory::ordinary, refusals)) return false;
-  const cudaError_t status = keep_on_host(data_, static_cast<std::size_t>(bytes_), device);
+  const cudaError_t status = keep_on_host(data_, whole_pages(bytes_), device);
   if (refusals.passed(status, "cudaMemAdvise of ordinary memory")) return true;
   release();
   return false;

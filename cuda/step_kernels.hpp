@@ -14,9 +14,10 @@ cudaError_t launch_scores(const StepArguments& arguments, cudaStream_t stream);
 // Per query head: weights, D, beta, certificate, threshold; per KV head: what is fetched and moved.
 cudaError_t launch_plan(const StepArguments& arguments, cudaStream_t stream);
 // Per query head: beta and certificate of what is not fetched, the report, and what it adds to the
-// layer's counters; queries that are not finite.
+// layer's counters.
 cudaError_t launch_certificate(const StepArguments& arguments, cudaStream_t stream);
-// Residents with their coefficients and moved rows, outputs and LSE, scores of the local window.
+// Residents with their coefficients and moved rows, outputs and LSE, scores of the local window;
+// queries that are not finite.
 cudaError_t launch_attend(const StepArguments& arguments, cudaStream_t stream);
 
 }  // namespace verkv::cuda

@@ -24,8 +24,8 @@ struct HeadView {
   std::int64_t tokens = 0;
   std::int64_t compressed = 0;
   std::int64_t drawn = 0;
-  // Host tier: key and value of a token side by side, rows of row_bytes(layer) bytes. Pinned host
-  // memory, mapped into the device's addresses.
+  // Host tier: key and value of a token side by side, rows of row_bytes(layer) bytes. Main memory
+  // by the address that the device reads it at (host_buffer.hpp).
   const std::byte* host_rows = nullptr;
   // Fast tier, by resident slot.
   std::byte* resident_keys = nullptr;

@@ -166,14 +166,18 @@ TEST_CASE("what is left out is said") {
 
   // No pinned memory for the copies of a batch.
   device::Device& machine = device::reset_device();
-  machine.fail_call(device::Call::host_malloc, device::Status::out_of_memory, 1, true);
-  machine.fail_call(device::Call::host_register, device::Status::out_of_memory, 0, true);
+  machine.fail_call(device::Call::host_malloc, device::Status::out_of_memory, 1);
+  machine.fail_call(device::Call::host_register, device::Status::out_of_memory);
   REQUIRE(bench::run_cuda_bench({"--quick", "--json", path, "--tokens", "256"}) ==
           bench::kExitDone);
   result = read_json(path);
   REQUIRE(result.at("left_out").size() == 1);
   CHECK(result.at("left_out")[0].at("reason").get<std::string>().find("pinned memory") !=
         std::string::npos);
+  // The smaller batch is measured all the same.
+  CHECK(result.at("left_out")[0].at("batch") == 2);
+  CHECK_FALSE(result.at("results").empty());
+  for (const json& row : result.at("results")) CHECK(row.at("batch") == 1);
 }
 
 TEST_CASE("bad options and no device") {

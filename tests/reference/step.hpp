@@ -108,7 +108,6 @@ struct HeadCase {
   LayerConfig layer;
   FetchConfig fetch;
   SketchConfig sketch;
-  std::uint64_t seed = 0;
   std::vector<std::vector<float>> key;  // of all tokens, as stored
   std::vector<std::vector<float>> value;
   Vector odds;
