@@ -20,9 +20,9 @@ inline constexpr int kScoreHeads = 8;
 // Most query heads that one block of the attention takes; a larger group reads its rows once a
 // part.
 inline constexpr int kAttendHeads = 16;
-// Value coordinates (in fours) of all heads of a part that one block keeps in registers.
+// Threads of such a block, and query heads of which one keeps four value coordinates each.
 inline constexpr int kAttendThreads = 256;
-inline constexpr int kMostUnits = 8 * kAttendThreads;
+inline constexpr int kTileHeads = 4;
 inline constexpr int kMostTile = 32;
 
 // What a step knows of one query head.
@@ -74,7 +74,7 @@ struct StepGrid {
   int attend_parts = 1;
   int part_heads = 1;  // query heads of a part of the attention
   int units = 1;       // value coordinates of one head, in fours
-  int tile = 1;        // rows that are in shared memory at a time
+  int tile = 1;        // fetched rows that are in shared memory at a time
 };
 
 StepGrid step_grid(const LayerView& layer, int rows, std::int64_t most_compressed,
