@@ -5,6 +5,7 @@
 
 #include <verkv/attention.hpp>
 
+#include "attend_sums.cuh"
 #include "compress.hpp"
 #include "device_math.cuh"
 #include "launch.hpp"
@@ -15,19 +16,13 @@ namespace verkv::cuda {
 namespace {
 
 constexpr int kThreads = kAttendThreads;
-constexpr int kWarps = kThreads / 32;
-// Residents that are weighed at once, each by one thread.
-constexpr int kChunk = kThreads;
-// How far the largest weight of a head may be from e^0: float has room beyond that for the sums
-// above and for small weights below.
-constexpr float kMostAbove = 20;
-constexpr float kMostBelow = 40;
+constexpr int kWarps = kAttendWarps;
+// How far the largest weight of a head may be from e^0: the sums have room beyond that, also those
+// of 16 bits.
+constexpr float kMostAbove = 10;
+constexpr float kMostBelow = 12;
 
-// Numbers of the query heads that a thread takes at once.
-template <int kHeads>
-struct alignas(4 * kHeads) HeadTile {
-  float head[kHeads];
-};
+__host__ __device__ constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 // Dynamic shared memory of a block.
 struct AttendShared {
@@ -35,33 +30,36 @@ struct AttendShared {
   int value_offset;  // bytes, of the value in a fetched row
   int row_stride;    // bytes; rows start in different banks
   int query_bytes;
-  int weight_bytes;
-  int tile_bytes;
+  int number_bytes;
+  int limb_bytes;
+  int row_bytes;
 
-  __host__ __device__ AttendShared(const LayerView& layer, const StepGrid& grid, int tile_heads)
-      : query_stride((layer.key_dim + 15) / 16 * 16) {
+  __host__ __device__ AttendShared(const LayerView& layer, const StepGrid& grid)
+      : query_stride(round_up(layer.key_dim, 16)) {
     const int element = static_cast<int>(size_bytes(layer.storage));
-    value_offset = (layer.key_dim + 3) / 4 * 4 * element;
-    row_stride = (value_offset + 4 * grid.units * element + 127) / 128 * 128 + 16 * element;
-    query_bytes = grid.part_heads * query_stride * 4;
-    weight_bytes = (grid.part_heads + tile_heads - 1) / tile_heads * tile_heads * kChunk * 4;
-    tile_bytes = grid.tile * row_stride;
+    const int tiles = round_up(grid.part_heads, kTileHeads) / kTileHeads;
+    value_offset = round_up(layer.key_dim * element, 16);
+    row_stride = round_up(value_offset + layer.value_dim * element, 128) + 16 * element;
+    query_bytes = tiles * kTileHeads * query_stride * 4;
+    number_bytes = tiles * kChunk * static_cast<int>(sizeof(float4));
+    limb_bytes = element == 4 ? 0 : tiles * kChunkProducts * static_cast<int>(sizeof(WeightLimbs));
     // The sums of the row subsets meet there at the end.
-    const int sum_bytes = kThreads * tile_heads * 16;
-    if (tile_bytes < sum_bytes) tile_bytes = sum_bytes;
+    const int sum_bytes = kThreads * kTileHeads * static_cast<int>(sizeof(float4));
+    row_bytes = grid.tile * row_stride < sum_bytes ? sum_bytes : grid.tile * row_stride;
   }
-  __host__ __device__ int bytes() const { return query_bytes + weight_bytes + tile_bytes; }
+  __host__ __device__ int bytes() const {
+    return query_bytes + number_bytes + limb_bytes + row_bytes;
+  }
 };
 
 // What a block knows of its query heads.
 struct HeadSums {
-  alignas(16) float factor[kAttendHeads];  // of what was added up before the last chunk
-  float shift[kAttendHeads];               // weights are relative to it
-  float sum[kAttendHeads];                 // of weights
+  float factor[kAttendHeads];  // of what was added up before the last chunk
+  float shift[kAttendHeads];   // weights are relative to it
+  float sum[kAttendHeads];     // of weights
   float beta[kAttendHeads];
   float most[kAttendHeads];      // shift + log(cap * beta)
   double inverse[kAttendHeads];  // of the sum over all splits
-  float top[kAttendHeads];       // what that is relative to
 
   VERKV_DEVICE void start(const HeadState& state, float cap, int h) {
     shift[h] = state.shift;
@@ -83,10 +81,12 @@ VERKV_DEVICE void copy_async(unsigned char* to, const unsigned char* from) {
 }
 VERKV_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// `dim` elements, padded with zeros to a multiple of 4, by a warp.
+// `dim` elements, padded with zeros to a multiple of 16 bytes, by a warp.
 template <class Element>
 VERKV_DEVICE void copy_padded(const Element* from, int dim, unsigned char* to) {
-  for (int j = threadIdx.x % 32; j < (dim + 3) / 4 * 4; j += 32)
+  constexpr int kPiece = 16 / static_cast<int>(sizeof(Element));
+#pragma unroll 1
+  for (int j = lane_index(); j < round_up(dim, kPiece); j += 32)
     reinterpret_cast<Element*>(to)[j] = j < dim ? from[j] : Element{};
 }
 
@@ -120,9 +120,11 @@ VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& v
   for (int h = 0; h < group; ++h) {
     if (ws.heads[first_head + h].usable == 0) return;
   }
+#pragma unroll 1
   for (std::int64_t i = begin + threadIdx.x; i < window;
        i += static_cast<std::int64_t>(gridDim.y) * kThreads) {
     float square = 0;
+#pragma unroll 1
     for (int h = 0; h < group; ++h) {
       const HeadState& state = ws.heads[first_head + h];
       const float logit = ws.resident_logit[(first_head + h) * ws.resident_stride + view.drawn + i];
@@ -138,6 +140,7 @@ VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& v
 VERKV_DEVICE void check_queries(const StepView& step, std::int64_t row, std::int64_t first_head,
                                 int heads) {
   const int key_dim = step.layer.key_dim;
+#pragma unroll 1
   for (int i = threadIdx.x; i < heads * key_dim; i += kThreads) {
     const float x = query_number(step, row, first_head + i / key_dim, i % key_dim);
     if (fabsf(x) <= 3.402823466e+38f) continue;  // false for NaN
@@ -152,7 +155,7 @@ VERKV_DEVICE void check_queries(const StepView& step, std::int64_t row, std::int
 }
 
 // The rows of one split for the query heads of one part.
-template <class Element, int kHeads>
+template <class Element, int kColumns>
 class Split {
  public:
   VERKV_DEVICE Split(const StepArguments& arguments, const HeadView& view, int heads,
@@ -161,37 +164,33 @@ class Split {
       : layer_(arguments.view.layer),
         ws_(arguments.workspace),
         view_(view),
-        shared_(layer_, arguments.grid, kHeads),
+        shared_(layer_, arguments.grid),
         sums_(sums),
         heads_(heads),
-        tiles_((heads + kHeads - 1) / kHeads),
+        tiles_((heads + kTileHeads - 1) / kTileHeads),
         units_(arguments.grid.units),
         query_head_(query_head),
         fetched_(fetched),
         query_(reinterpret_cast<float*>(memory)),
-        weight_(reinterpret_cast<HeadTile<kHeads>*>(memory + shared_.query_bytes)),
-        rows_(memory + shared_.query_bytes + shared_.weight_bytes) {
-    // A thread's column is four coordinates of a tile of heads. Where there are fewer columns than
-    // threads, several subsets of rows are added up side by side.
-    columns_ = tiles_ * units_;
-    subsets_ = kThreads / columns_;
-    subset_ = static_cast<int>(threadIdx.x) / columns_;
-    tile_ = static_cast<int>(threadIdx.x) % columns_ / units_;
-    unit_ = static_cast<int>(threadIdx.x) % columns_ % units_;
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) acc_[h] = make_float4(0, 0, 0, 0);
+        rows_(memory + shared_.query_bytes + shared_.number_bytes + shared_.limb_bytes),
+        row_sums_(tiles_, layer_.value_dim) {
+    memory += shared_.query_bytes;
+    weights_.number = reinterpret_cast<float4*>(memory);
+    weights_.limb = reinterpret_cast<WeightLimbs*>(memory + shared_.number_bytes);
   }
 
   // Starts to copy fetched rows, a warp a row.
   VERKV_DEVICE void fetch(const std::uint32_t* positions, int count) {
-    const int row_bytes = static_cast<int>(layer_.row_bytes());
-    const bool wide = layer_.key_dim * sizeof(Element) % 16 == 0 && row_bytes % 16 == 0;
-    for (int r = warp(); r < count; r += kWarps) {
+    const int row_bytes = (layer_.key_dim + layer_.value_dim) * static_cast<int>(sizeof(Element));
+    const bool wide = (layer_.key_dim * sizeof(Element) | row_bytes) % 16 == 0;
+#pragma unroll 1
+    for (int r = warp_index(); r < count; r += kWarps) {
       const auto* from = reinterpret_cast<const unsigned char*>(view_.host_rows) +
                          static_cast<std::int64_t>(positions[r]) * row_bytes;
       unsigned char* to = rows_ + r * shared_.row_stride;
       if (wide) {
-        for (int i = 16 * lane(); i < row_bytes; i += 16 * 32) copy_async(to + i, from + i);
+#pragma unroll 1
+        for (int i = 16 * lane_index(); i < row_bytes; i += 16 * 32) copy_async(to + i, from + i);
       } else {
         const Element* elements = reinterpret_cast<const Element*>(from);
         copy_padded(elements, layer_.key_dim, to);
@@ -202,11 +201,15 @@ class Split {
 
   // The queries times the attention scale, which only fetched rows need.
   VERKV_DEVICE void load_queries(const StepView& step, std::int64_t row, std::int64_t first_head) {
-    for (int h = 0; h < heads_; ++h) {
-      for (int j = threadIdx.x; j < shared_.query_stride; j += kThreads) {
-        query_[h * shared_.query_stride + j] =
-            j < layer_.key_dim ? layer_.scale * query_number(step, row, first_head + h, j) : 0.0f;
-      }
+    const std::int64_t at = row * step.query_row_stride + first_head * step.query_head_stride;
+    switch (step.query_type) {
+      case DType::f32:
+        return load_queries(static_cast<const float*>(step.queries) + at, step.query_head_stride);
+      case DType::f16:
+        return load_queries(static_cast<const Half*>(step.queries) + at, step.query_head_stride);
+      default:
+        return load_queries(static_cast<const BFloat16*>(step.queries) + at,
+                            step.query_head_stride);
     }
   }
 
@@ -226,58 +229,62 @@ class Split {
     }
     const float* logit = ws_.resident_logit + query_head_ * ws_.resident_stride + i;
     const float* sketched = ws_.weight + query_head_ * ws_.token_stride + position;
+    float* out = reinterpret_cast<float*>(weights_.number + r);
     for (int t = 0; t < tiles_; ++t) {
-      HeadTile<kHeads> x;
 #pragma unroll
-      for (int k = 0; k < kHeads; ++k) {
-        const int h = t * kHeads + k;
-        x.head[k] = 0;  // the weight of a head that is not there
-        if (h >= heads_) continue;
-        x.head[k] = *logit;
-        if (drawn && *sketched >= 0) {
-          x.head[k] = drawn_logit(x.head[k], *sketched, rho, sums_.beta[h], sums_.most[h]);
-        }
+      for (int k = 0; k < kTileHeads; ++k) {
+        const int h = t * kTileHeads + k;
+        if (h >= heads_) break;
+        float x = *logit;
+        if (drawn && *sketched >= 0)
+          x = drawn_logit(x, *sketched, rho, sums_.beta[h], sums_.most[h]);
+        out[k] = x;
         logit += ws_.resident_stride;
         sketched += ws_.token_stride;
       }
-      weight_[t * kChunk + r] = x;
+      out += kTileHeads * kChunk;
     }
   }
 
   // Logits of the fetched rows in shared memory, in the order of sums of kernels.hpp: four threads
-  // a row, half of the warps take every other tile of heads.
+  // a row, half of the warps take every other pair of heads.
   VERKV_DEVICE void fetched_logits(int count) {
-    const int r = warp() % 4 * 8 + lane() / 4;
+    if (warp_index() % 4 * 8 >= count) return;
+    const int r = warp_index() % 4 * 8 + lane_index() / 4;
     const Element* key =
         reinterpret_cast<const Element*>(rows_ + (r < count ? r : 0) * shared_.row_stride);
-    for (int t = warp() / 4; t < tiles_; t += kWarps / 4) {
-      const float* query = query_ + t * kHeads * shared_.query_stride;
-      float4 sum[kHeads];
-#pragma unroll
-      for (int k = 0; k < kHeads; ++k) sum[k] = make_float4(0, 0, 0, 0);
-      for (int j = 4 * (lane() % 4); j < layer_.key_dim; j += 16) {
+    for (int h = warp_index() / 4 * 2; h < heads_; h += 4) {
+      const float* query = query_ + h * shared_.query_stride;
+      float4 sum[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
+#pragma unroll 4
+      for (int j = 4 * (lane_index() % 4); j < layer_.key_dim; j += 16) {
         const float4 x = load_four(key + j);
-#pragma unroll
-        for (int k = 0; k < kHeads; ++k) {
-          if (t * kHeads + k >= heads_) break;
-          sum[k] = fma_four(
-              x, *reinterpret_cast<const float4*>(query + k * shared_.query_stride + j), sum[k]);
-        }
+        sum[0] = fma_four(x, *reinterpret_cast<const float4*>(query + j), sum[0]);
+        sum[1] =
+            fma_four(x, *reinterpret_cast<const float4*>(query + shared_.query_stride + j), sum[1]);
       }
-      HeadTile<kHeads> x;
-#pragma unroll
-      for (int k = 0; k < kHeads; ++k) x.head[k] = soft_capped(fold16(sum[k]), layer_.soft_cap);
-      if (r < count && lane() % 4 == 0) weight_[t * kChunk + r] = x;
+      const float2 x = make_float2(soft_capped(fold16(sum[0]), layer_.soft_cap),
+                                   soft_capped(fold16(sum[1]), layer_.soft_cap));
+      float4* out = weights_.number + h / kTileHeads * kChunk + r;
+      if (r < count && lane_index() % 4 == 0)
+        reinterpret_cast<float2*>(out)[h % kTileHeads / 2] = x;
     }
   }
 
   // Logits to weights, a warp a head. They stay relative to the plan's shift while the largest is
   // near it, so that sums seldom have to change.
   VERKV_DEVICE void weigh(int count) {
-    for (int h = warp(); h < heads_; h += kWarps) {
-      float* x = reinterpret_cast<float*>(weight_ + h / kHeads * kChunk) + h % kHeads;
+    const int rows = round_up(count, Sums::kRowStep);
+    for (int h = warp_index(); h < tiles_ * kTileHeads; h += kWarps) {
+      if (h >= heads_) {
+        for (int r = lane_index(); r < rows; r += 32) Sums::put(Sums::place(weights_, h, r), 0);
+        continue;
+      }
+      const float* logit =
+          reinterpret_cast<const float*>(weights_.number + h / kTileHeads * kChunk) +
+          h % kTileHeads;
       float top = minus_infinity();
-      for (int r = lane(); r < count; r += 32) top = raise(top, x[r * kHeads]);
+      for (int r = lane_index(); r < count; r += 32) top = raise(top, logit[r * kTileHeads]);
       top = warp_top(top);
       const float before = sums_.shift[h];
       const float sum = sums_.sum[h];
@@ -285,15 +292,17 @@ class Split {
                          (sum == 0 && top < before - kMostBelow && top > minus_infinity());
       const float shift = moves ? top : before;
       float all = 0;
-      for (int r = lane(); r < count; r += 32) {
-        const float p = weight_exp(x[r * kHeads] - shift);
-        x[r * kHeads] = p;
+      typename Sums::Place place = Sums::place(weights_, h, lane_index());
+      for (int r = lane_index(); r < rows; r += 32) {
+        const float p = r < count ? weight_exp(logit[r * kTileHeads] - shift) : 0.0f;
+        Sums::put(place, p);
+        place += Sums::kPlaces;
         all += p;
       }
 #pragma unroll
       for (int half = 16; half > 0; half /= 2) all += __shfl_xor_sync(kWholeWarp, all, half);
       __syncwarp();  // all lanes have read what changes
-      if (lane() == 0) {
+      if (lane_index() == 0) {
         const float factor = !moves ? 1.0f : sum == 0 ? 0.0f : weight_exp(before - shift);
         sums_.factor[h] = factor;
         sums_.shift[h] = shift;
@@ -302,39 +311,42 @@ class Split {
     }
   }
 
-  VERKV_DEVICE void add_residents(std::int64_t begin, int count) {
+  // Whether values of residents can be added where they lie; otherwise they come to shared memory
+  // too.
+  VERKV_DEVICE bool aligned() const { return layer_.value_dim * sizeof(Element) % 16 == 0; }
+  VERKV_DEVICE void copy_residents(std::int64_t begin, int count) {
     const int dim = layer_.value_dim;
-    const Element* values = reinterpret_cast<const Element*>(view_.resident_values) + begin * dim;
-    if (dim % 4 == 0) {
-      add_rows<true>(values, dim, count);
-    } else {
-      add_rows<false>(values, dim, count);
+    for (int r = warp_index(); r < count; r += kWarps) {
+      copy_padded(reinterpret_cast<const Element*>(view_.resident_values) + (begin + r) * dim, dim,
+                  rows_ + r * shared_.row_stride + shared_.value_offset);
     }
   }
-  VERKV_DEVICE void add_fetched(int count) {
-    add_rows<true>(reinterpret_cast<const Element*>(rows_ + shared_.value_offset),
-                   shared_.row_stride / static_cast<int>(sizeof(Element)), count);
+
+  // Adds the residents from `begin` on, or the rows in shared memory.
+  VERKV_DEVICE void add(bool in_shared, std::int64_t begin, int count) {
+    const Element* values = reinterpret_cast<const Element*>(rows_ + shared_.value_offset);
+    int stride = shared_.row_stride / static_cast<int>(sizeof(Element));
+    if (!in_shared) {
+      stride = layer_.value_dim;
+      values = reinterpret_cast<const Element*>(view_.resident_values) + begin * stride;
+    }
+    row_sums_.scale(sums_.factor);
+    row_sums_.add(values, stride, count, weights_);
   }
 
   // Adds the subsets up and leaves the state of the split.
   VERKV_DEVICE void write_partial(int splits, int split) {
-    float4* part = reinterpret_cast<float4*>(rows_);  // [head of a tile][subset][column]
-    if (subset_ < subsets_) {
-#pragma unroll
-      for (int k = 0; k < kHeads; ++k) part[k * kThreads + threadIdx.x] = acc_[k];
-    }
+    float4* part = reinterpret_cast<float4*>(rows_);
+    row_sums_.write(part);
     __syncthreads();
     for (int i = threadIdx.x; i < heads_ * units_; i += kThreads) {
-      const int h = i / units_;
-      const int unit = i % units_;
-      const float4* from = part + h % kHeads * kThreads + h / kHeads * units_ + unit;
-      float4 sum = from[0];
-      for (int s = 1; s < subsets_; ++s) {
-        const float4 x = from[s * columns_];
+      float4 sum = part[i];
+      for (int s = 1; s < row_sums_.subsets(); ++s) {
+        const float4 x = part[s * tiles_ * kTileHeads * units_ + i];
         sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
       }
-      const std::int64_t at = (query_head_ + h) * splits + split;
-      reinterpret_cast<float4*>(ws_.partial_output)[at * units_ + unit] = sum;
+      const std::int64_t at = (query_head_ + i / units_) * splits + split;
+      reinterpret_cast<float4*>(ws_.partial_output)[at * units_ + i % units_] = sum;
     }
     if (static_cast<int>(threadIdx.x) < heads_) {
       const std::int64_t at = (query_head_ + threadIdx.x) * splits + split;
@@ -345,20 +357,19 @@ class Split {
 
   // Outputs and LSE of all splits.
   VERKV_DEVICE void merge(const StepView& step, int splits) {
-    for (int h = warp(); h < heads_; h += kWarps) merge_sums(step, splits, h);
+    for (int h = warp_index(); h < heads_; h += kWarps) merge_sums(step, splits, h);
     __syncthreads();
     for (int i = threadIdx.x; i < heads_ * units_; i += kThreads) {
       const int h = i / units_;
       const int unit = i % units_;
-      const std::int64_t at = (query_head_ + h) * splits;
-      const float4* from = reinterpret_cast<const float4*>(ws_.partial_output) + at * units_ + unit;
+      const float* factor = split_factors(splits, h);
+      const float4* from = reinterpret_cast<const float4*>(ws_.partial_output) +
+                           (query_head_ + h) * splits * units_ + unit;
       float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 4
+#pragma unroll 8
       for (int s = 0; s < splits; ++s) {
-        const float factor = split_factor(at + s, sums_.top[h]);
-        if (factor == 0) continue;
-        sum = fma_four(make_float4(factor, factor, factor, factor),
-                       from[static_cast<std::int64_t>(s) * units_], sum);
+        const float x = factor[s];
+        sum = fma_four(make_float4(x, x, x, x), from[s * units_], sum);
       }
       const float all[4] = {sum.x, sum.y, sum.z, sum.w};
       float* out = step.output + (query_head_ + h) * layer_.value_dim + 4 * unit;
@@ -371,61 +382,46 @@ class Split {
   }
 
  private:
-  VERKV_DEVICE static int warp() { return static_cast<int>(threadIdx.x) / 32; }
-  VERKV_DEVICE static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  using Sums = RowSums<Element, kColumns>;
 
-  // Adds weighted rows to this thread's column.
-  template <bool kAligned>
-  VERKV_DEVICE void add_rows(const Element* values, int stride, int count) {
-    if (subset_ >= subsets_) return;
-    const HeadTile<kHeads> factor =
-        *reinterpret_cast<const HeadTile<kHeads>*>(sums_.factor + tile_ * kHeads);
-#pragma unroll
-    for (int k = 0; k < kHeads; ++k) {
-      if (factor.head[k] == 1) continue;
-      acc_[k] = make_float4(acc_[k].x * factor.head[k], acc_[k].y * factor.head[k],
-                            acc_[k].z * factor.head[k], acc_[k].w * factor.head[k]);
-    }
-    const HeadTile<kHeads>* weight = weight_ + tile_ * kChunk;
-    const Element* at = values + static_cast<std::int64_t>(subset_) * stride + 4 * unit_;
-    const std::int64_t next = static_cast<std::int64_t>(subsets_) * stride;
+  // A warp a head.
+  template <class Number>
+  VERKV_DEVICE void load_queries(const Number* from, std::int64_t head_stride) {
+#pragma unroll 1
+    for (int h = warp_index(); h < tiles_ * kTileHeads; h += kWarps) {
 #pragma unroll 4
-    for (int r = subset_; r < count; r += subsets_) {
-      const HeadTile<kHeads> p = weight[r];
-      const float4 x =
-          kAligned ? load_four(at) : load_four(at, 0, layer_.value_dim - 4 * unit_, false);
-#pragma unroll
-      for (int k = 0; k < kHeads; ++k)
-        acc_[k] = fma_four(make_float4(p.head[k], p.head[k], p.head[k], p.head[k]), x, acc_[k]);
-      at += next;
+      for (int j = lane_index(); j < shared_.query_stride; j += 32) {
+        const bool there = h < heads_ && j < layer_.key_dim;
+        query_[h * shared_.query_stride + j] =
+            there ? layer_.scale * as_float(from[h * head_stride + j]) : 0.0f;
+      }
     }
   }
 
-  // What a split's sums count relative to `top`; 0 where it has none.
-  VERKV_DEVICE float split_factor(std::int64_t at, float top) const {
-    if (ws_.partial_sum[at] == 0) return 0;
-    const float own = ws_.partial_top[at];
-    return own == top ? 1.0f : weight_exp(own - top);
+  // What the sums of each split count in the end; where the weights were.
+  VERKV_DEVICE float* split_factors(int splits, int h) const {
+    static_assert(kMostAttendSplits <= kChunk);
+    return reinterpret_cast<float*>(weights_.number) + h * splits;
   }
 
-  // The common shift and the denominator of a head, by a warp.
+  // The common shift, the factors and the denominator of a head, by a warp.
   VERKV_DEVICE void merge_sums(const StepView& step, int splits, int h) {
     const std::int64_t at = (query_head_ + h) * splits;
+    float* factor = split_factors(splits, h);
     float top = minus_infinity();
-    for (int s = lane(); s < splits; s += 32) {
+    for (int s = lane_index(); s < splits; s += 32) {
       if (ws_.partial_sum[at + s] != 0) top = raise(top, ws_.partial_top[at + s]);
     }
     top = warp_top(top);
     double sum = 0;
-    for (int s = lane(); s < splits; s += 32) {
-      const float factor = split_factor(at + s, top);
-      if (factor != 0)
-        sum += static_cast<double>(ws_.partial_sum[at + s]) * static_cast<double>(factor);
+    for (int s = lane_index(); s < splits; s += 32) {
+      const float own = ws_.partial_sum[at + s];
+      factor[s] = own == 0 ? 0.0f : weight_exp(ws_.partial_top[at + s] - top);
+      sum += static_cast<double>(own) * static_cast<double>(factor[s]);
     }
 #pragma unroll
     for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, half);
-    if (lane() != 0) return;
-    sums_.top[h] = top;
+    if (lane_index() != 0) return;
     sums_.inverse[h] = sum == 0 ? 0 : 1 / sum;
     if (step.lse != nullptr) {
       step.lse[query_head_ + h] =
@@ -443,24 +439,20 @@ class Split {
   int units_;
   std::int64_t query_head_;
   const std::uint32_t* fetched_;
-  float* query_;              // [head][query_stride]
-  HeadTile<kHeads>* weight_;  // [tile][kChunk]: logits, then weights
-  unsigned char* rows_;       // [row][row_stride]
-  int columns_;
-  int subsets_;
-  int subset_;
-  int tile_;
-  int unit_;
-  float4 acc_[kHeads];
+  float* query_;         // [head, padded to tiles][query_stride]
+  unsigned char* rows_;  // [row][row_stride]
+  WeightArrays weights_;
+  Sums row_sums_;
 };
 
 VERKV_DEVICE std::int64_t part_begin(std::int64_t all, int splits, int split) {
   return min(all, split * ((all + splits - 1) / splits));
 }
 
-// Grid: (rows x KV heads, splits, parts of a group). A thread takes kHeads query heads at once.
-template <class Element, int kHeads>
-__global__ void __launch_bounds__(kThreads, 2) attend_kernel(const StepArguments arguments) {
+// Grid: (rows x KV heads, splits, parts of a group).
+template <class Element, int kColumns>
+__global__ void __launch_bounds__(kThreads, kColumns > 1 ? 1 : 2)
+    attend_kernel(const StepArguments arguments) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ HeadSums sums;
   __shared__ bool is_last;
@@ -485,16 +477,17 @@ __global__ void __launch_bounds__(kThreads, 2) attend_kernel(const StepArguments
     if (step.lse != nullptr && tid < heads) step.lse[query_head + tid] = minus_infinity();
     return;
   }
-  const HeadView view = step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + kv_head];
-  Split<Element, kHeads> part(arguments, view, heads, query_head,
-                              ws.fetched + pair * ws.mask_stride, memory, sums);
+  const HeadView& view = step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + kv_head];
+  Split<Element, kColumns> part(arguments, view, heads, query_head,
+                                ws.fetched + pair * ws.mask_stride, memory, sums);
 
   // The first fetched rows are on their way while the residents are added up.
+  const bool aligned = part.aligned();
   const std::int64_t moved = ws.groups[pair].moved;
   const std::int64_t moved_begin = part_begin(moved, splits, split);
   const int moved_count = static_cast<int>(part_begin(moved, splits, split + 1) - moved_begin);
   const std::uint32_t* positions = ws.moved + pair * ws.token_stride + moved_begin;
-  part.fetch(positions, min(grid.tile, moved_count));
+  if (aligned) part.fetch(positions, min(grid.tile, moved_count));
 
   const std::int64_t first_head = static_cast<std::int64_t>(kv_head) * layer.group + first;
   if (step.bad != nullptr && split == 0) check_queries(step, row, first_head, heads);
@@ -512,22 +505,20 @@ __global__ void __launch_bounds__(kThreads, 2) attend_kernel(const StepArguments
     if (fetched) {
       const int from = static_cast<int>(done - resident_count);
       count = min(grid.tile, moved_count - from);
-      if (from > 0) part.fetch(positions + from, count);
+      if (from > 0 || !aligned) part.fetch(positions + from, count);
       wait_for_copies();
       __syncthreads();
       part.fetched_logits(count);
     } else {
-      count = static_cast<int>(min(std::int64_t{kChunk}, resident_count - done));
+      const int most = aligned ? kChunk : grid.tile;
+      count = static_cast<int>(min(std::int64_t{most}, resident_count - done));
+      if (!aligned) part.copy_residents(resident_begin + done, count);
       part.resident_logits(resident_begin + done, count);
     }
     __syncthreads();
     part.weigh(count);
     __syncthreads();
-    if (fetched) {
-      part.add_fetched(count);
-    } else {
-      part.add_residents(resident_begin + done, count);
-    }
+    part.add(fetched || !aligned, resident_begin + done, count);
     __syncthreads();
     done += count;
   }
@@ -555,8 +546,8 @@ cudaError_t launch_for(const StepArguments& arguments, cudaStream_t stream) {
   const dim3 blocks(static_cast<unsigned>(arguments.view.rows * arguments.view.layer.kv_heads),
                     static_cast<unsigned>(grid.attend_splits),
                     static_cast<unsigned>(grid.attend_parts));
-  const auto launch_one = [&](auto* kernel, int tile_heads) {
-    const int shared = AttendShared(arguments.view.layer, grid, tile_heads).bytes();
+  const int shared = AttendShared(arguments.view.layer, grid).bytes();
+  const auto launch_one = [&](auto* kernel) {
     if (shared > (40 << 10)) {  // above what needs no permission, less the static part
       const cudaError_t error =
           cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
@@ -565,10 +556,10 @@ cudaError_t launch_for(const StepArguments& arguments, cudaStream_t stream) {
     }
     return launch(kernel, blocks, kThreads, static_cast<std::size_t>(shared), stream, arguments);
   };
-  if (grid.part_heads == 1) return launch_one(attend_kernel<Element, 1>, 1);
-  if (grid.part_heads == 2) return launch_one(attend_kernel<Element, 2>, 2);
-  static_assert(kTileHeads == 4);
-  return launch_one(attend_kernel<Element, kTileHeads>, kTileHeads);
+  if constexpr (!std::is_same_v<Element, float>) {
+    if (grid.warp_columns > 1) return launch_one(attend_kernel<Element, 2>);
+  }
+  return launch_one(attend_kernel<Element, 1>);
 }
 
 }  // namespace
