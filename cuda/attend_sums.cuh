@@ -21,15 +21,15 @@ namespace verkv::cuda {
 // Rows that are weighed at once.
 inline constexpr int kChunk = kAttendThreads;
 inline constexpr int kAttendWarps = kAttendThreads / 32;
-// Rows of a product of the tensor cores, and numbers of 16 bits that make up a weight of 24.
+// Rows of a product of the tensor cores.
 inline constexpr int kProductRows = 16;
-inline constexpr int kLimbs = 3;
 inline constexpr int kChunkProducts = kChunk / kProductRows;
 
-// Weights of 16 rows as the tensor cores take them. Row 4 q + t is at 4 t + q: then thread t of
-// four has its rows' weights side by side, and threads read neighbouring rows.
-struct alignas(8) WeightLimbs {
-  std::uint16_t limb[kLimbs][kTileHeads][kProductRows];
+// Weights of 16 rows as the threads of a warp hand them to the tensor cores: thread 4 g + t has
+// those of limb g / 4 of head g % 4, and (in the second word of each pair) of limb 2 of the same
+// head, of rows t, 4 + t (in a word), 8 + t and 12 + t, so that threads read neighbouring rows.
+struct alignas(16) WeightLimbs {
+  std::uint16_t of_thread[32][2][2][2];  // [thread][half of the rows][which limb][row]
 };
 
 // In shared memory.
@@ -64,19 +64,18 @@ struct Limb<BFloat16> {
   }
 };
 
-// c += a (12 and 4 unused rows: limbs and heads; 16 tokens) * b (16 tokens, 8 coordinates).
-VERKV_DEVICE void multiply(Half, float4& c, uint2 a_first, uint2 a_last, unsigned b0, unsigned b1) {
+// c += a (limbs of heads, limb 2 twice; 16 tokens) * b (16 tokens, 8 coordinates).
+VERKV_DEVICE void multiply(Half, float4& c, uint4 a, unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
-      : "r"(a_first.x), "r"(a_last.x), "r"(a_first.y), "r"(a_last.y), "r"(b0), "r"(b1));
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
-VERKV_DEVICE void multiply(BFloat16, float4& c, uint2 a_first, uint2 a_last, unsigned b0,
-                           unsigned b1) {
+VERKV_DEVICE void multiply(BFloat16, float4& c, uint4 a, unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
-      : "r"(a_first.x), "r"(a_last.x), "r"(a_first.y), "r"(a_last.y), "r"(b0), "r"(b1));
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
 // Halfword `i` of two words, side by side.
@@ -91,7 +90,7 @@ class TensorSums {
  public:
   static constexpr int kRowStep = kProductRows;
   using Place = std::uint16_t*;
-  static constexpr int kPlaces = 32 / kProductRows * kLimbs * kTileHeads * kProductRows;
+  static constexpr int kPlaces = 32 / kProductRows * sizeof(WeightLimbs) / sizeof(std::uint16_t);
   static constexpr int kWidth = 64;
 
   VERKV_DEVICE TensorSums(int tiles, int value_dim)
@@ -113,16 +112,21 @@ class TensorSums {
 
   VERKV_DEVICE static Place place(const WeightArrays& arrays, int h, int r) {
     WeightLimbs& to = arrays.limb[h / kTileHeads * kChunkProducts + r / kProductRows];
-    return &to.limb[0][h % kTileHeads][r % 4 * 4 + r % kProductRows / 4];
+    const int q = r % kProductRows / 4;
+    return &to.of_thread[h % kTileHeads * 4 + r % 4][q / 2][0][q % 2];
   }
 
   VERKV_DEVICE static void put(Place to, float p) {
-#pragma unroll
-    for (int i = 0; i < kLimbs; ++i) {
-      const Element limb = Limb<Element>::round(p);
-      to[i * kTileHeads * kProductRows] = limb.bits;
-      p = (p - as_float(limb)) * (1 / Limb<Element>::kUnit);
-    }
+    constexpr float kNext = 1 / Limb<Element>::kUnit;
+    constexpr int kHalf = sizeof(WeightLimbs) / sizeof(std::uint16_t) / 2;  // of the threads
+    const Element first = Limb<Element>::round(p);
+    p = (p - as_float(first)) * kNext;
+    const Element second = Limb<Element>::round(p);
+    const Element third = Limb<Element>::round((p - as_float(second)) * kNext);
+    to[0] = first.bits;
+    to[kHalf] = second.bits;
+    to[2] = third.bits;
+    to[kHalf + 2] = third.bits;
   }
 
   VERKV_DEVICE void scale(const float* factor) {
@@ -146,22 +150,22 @@ class TensorSums {
     for (int c = 0; c < kColumns; ++c) {
       if (!has(c)) break;
       // Coordinates that are not there are read as the last eight, and not written.
-      const Element* at = values + min(block_of(c) * kWidth + 8 * g, (value_dim_ - 1) / 8 * 8);
+      const auto* at = reinterpret_cast<const unsigned char*>(
+          values + min(block_of(c) * kWidth + 8 * g, (value_dim_ - 1) / 8 * 8));
+      const unsigned bytes = stride * static_cast<unsigned>(sizeof(Element));
       const WeightLimbs* weight = arrays.limb + tile_of(c) * kChunkProducts;
 #pragma unroll 1
       for (int product = subset_; product * kProductRows < count; product += subsets_) {
         uint4 x[4];  // of rows t, 4 + t, 8 + t and 12 + t; the weights of those beyond are zeros
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-          const int r = min(product * kProductRows + 4 * q + t, count - 1);
-          x[q] = *reinterpret_cast<const uint4*>(at + static_cast<std::int64_t>(r) * stride);
+          const unsigned r = min(product * kProductRows + 4 * q + t, count - 1);
+          x[q] = *reinterpret_cast<const uint4*>(at + static_cast<std::uint64_t>(r) * bytes);
         }
-        const auto* limbs = reinterpret_cast<const uint2*>(weight + product);  // [limb, head][t]
-        const uint2 first = limbs[4 * g + t];
-        const uint2 last = limbs[4 * (8 + g % 4) + t];
+        const uint4 limbs = reinterpret_cast<const uint4*>(weight + product)[lane_index()];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          multiply(Element{}, sum_[c][i], first, last,
+          multiply(Element{}, sum_[c][i], limbs,
                    pair_halves(word(x[0], i / 2), word(x[1], i / 2), i % 2),
                    pair_halves(word(x[2], i / 2), word(x[3], i / 2), i % 2));
         }
