@@ -90,6 +90,15 @@ VERKV_DEVICE void copy_padded(const Element* from, int dim, unsigned char* to) {
     reinterpret_cast<Element*>(to)[j] = j < dim ? from[j] : Element{};
 }
 
+// Exponentials and logarithms to a few units in the last place, in one instruction each: outputs
+// hang on them, decisions do not.
+VERKV_DEVICE float approximate_exp(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+  return y;
+}
+VERKV_DEVICE float approximate_log(float x) { return __log2f(x) * 0.693147181f; }
+
 // The logarithm of a drawn token's summand, min(lambda w, cap beta rho) (1 + rho) / rho: logit +
 // log(coefficient), at most `most` + log(1 + rho). beta and sketched weights are in the plan's
 // units, `most` is shift + log(cap * beta). Of a token in the plan lambda (1 + rho) / rho is 1 or
@@ -98,9 +107,9 @@ VERKV_DEVICE float drawn_logit(float logit, float sketched, float rho, float bet
   const bool whole = sketched <= beta * rho;  // lambda is 1
   const float coefficient = (whole ? 1.0f : beta) / (whole ? rho : sketched) * (1.0f + rho);
   if (coefficient == 0) return logit == logit ? minus_infinity() : logit;
-  const float x = logit + logf(coefficient);
+  const float x = logit + approximate_log(coefficient);
   if (!(x > most)) return x;
-  const float limit = most + logf(1.0f + rho);
+  const float limit = most + approximate_log(1.0f + rho);
   return x > limit ? limit : x;
 }
 
@@ -294,7 +303,7 @@ class Split {
       float all = 0;
       typename Sums::Place place = Sums::place(weights_, h, lane_index());
       for (int r = lane_index(); r < rows; r += 32) {
-        const float p = r < count ? weight_exp(logit[r * kTileHeads] - shift) : 0.0f;
+        const float p = r < count ? approximate_exp(logit[r * kTileHeads] - shift) : 0.0f;
         Sums::put(place, p);
         place += Sums::kPlaces;
         all += p;
