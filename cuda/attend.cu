@@ -81,6 +81,14 @@ VERKV_DEVICE void copy_async(unsigned char* to, const unsigned char* from) {
 }
 VERKV_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Asks for `bytes` bytes that another thread will want soon.
+VERKV_DEVICE void prefetch(const void* from, int bytes) {
+  const auto* at = static_cast<const unsigned char*>(from);
+#pragma unroll 1
+  for (int i = 0; i < bytes; i += 128)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at + i)));
+}
+
 // `dim` elements, padded with zeros to a multiple of 16 bytes, by a warp.
 template <class Element>
 VERKV_DEVICE void copy_padded(const Element* from, int dim, unsigned char* to) {
@@ -222,11 +230,14 @@ class Split {
     }
   }
 
-  // Logits of residents begin .. begin + count - 1 and the logarithms of their coefficients.
+  // Logits of residents begin .. begin + count - 1 and the logarithms of their coefficients. Their
+  // values are on the way meanwhile.
   VERKV_DEVICE void resident_logits(std::int64_t begin, int count) {
     const int r = threadIdx.x;
     if (r >= count) return;
     const std::int64_t i = begin + r;
+    const int value_bytes = layer_.value_dim * static_cast<int>(sizeof(Element));
+    prefetch(view_.resident_values + i * value_bytes, value_bytes);
     std::uint32_t position = 0;
     float rho = 0;
     bool drawn = i < view_.drawn;
