@@ -13,6 +13,8 @@
 #ifndef VERKV_CUDA_ATTEND_SUMS_CUH
 #define VERKV_CUDA_ATTEND_SUMS_CUH
 
+#include <cstdint>
+
 #include "device_math.cuh"
 #include "step_workspace.hpp"
 

@@ -35,6 +35,7 @@ StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed
   grid.score_splits = splits(pairs * grid.score_parts,
                              ceil_div(most_compressed + most_residents, kScoreTokens), blocks);
   grid.units = static_cast<int>(ceil_div(layer.value_dim, 4));
+  // As many tiles of heads as the warps of a block have columns for.
   const int columns = static_cast<int>(ceil_div(layer.value_dim, 64));
   grid.part_heads =
       std::min({layer.group, kAttendHeads, kTileHeads * (kMostColumns / std::max(1, columns))});
