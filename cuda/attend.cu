@@ -1,11 +1,11 @@
 // Last launch of a step: residents with their coefficients and the fetched rows, which are read
-// from mapped host memory once, straight into shared memory. Splits leave partial states; the last
-// one of a KV head merges them in order.
+// from mapped host memory once, straight into shared memory, while the residents are added up.
+// Splits leave partial states; the last one of a KV head merges them in order.
 #include <cmath>
 
 #include <verkv/attention.hpp>
-#include <verkv/shrinkage.hpp>
 
+#include "attend_sums.cuh"
 #include "compress.hpp"
 #include "device_math.cuh"
 #include "launch.hpp"
@@ -16,81 +16,112 @@ namespace verkv::cuda {
 namespace {
 
 constexpr int kThreads = kAttendThreads;
-constexpr int kWarps = kThreads / 32;
+constexpr int kWarps = kAttendWarps;
+// How far the largest weight of a head may be from e^0: the sums have room beyond that, also those
+// of 16 bits.
+constexpr float kMostAbove = 10;
+constexpr float kMostBelow = 12;
+
+__host__ __device__ constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 // Dynamic shared memory of a block.
 struct AttendShared {
   int query_stride;  // floats
-  int key_stride;    // bytes; rows start in different banks
-  int value_stride;  // bytes
+  int value_offset;  // bytes, of the value in a fetched row
+  int row_stride;    // bytes; rows start in different banks
   int query_bytes;
-  int logit_bytes;
-  int tile_bytes;
+  int number_bytes;
+  int limb_bytes;
+  int row_bytes;
 
   __host__ __device__ AttendShared(const LayerView& layer, const StepGrid& grid)
-      : query_stride((layer.key_dim + 15) / 16 * 16) {
+      : query_stride(round_up(layer.key_dim, 16)) {
     const int element = static_cast<int>(size_bytes(layer.storage));
-    key_stride = ((layer.key_dim + 3) / 4 * 4 * element + 127) / 128 * 128 + 32;
-    value_stride = (4 * grid.units * element + 15) / 16 * 16;
-    query_bytes = grid.part_heads * query_stride * 4;
-    logit_bytes = grid.part_heads * kMostTile * 4;
-    tile_bytes = grid.tile * (key_stride + value_stride);
+    const int tiles = round_up(grid.part_heads, kTileHeads) / kTileHeads;
+    value_offset = round_up(layer.key_dim * element, 16);
+    row_stride = round_up(value_offset + layer.value_dim * element, 128) + 16 * element;
+    query_bytes = tiles * kTileHeads * query_stride * 4;
+    number_bytes = tiles * kChunk * static_cast<int>(sizeof(float4));
+    limb_bytes = element == 4 ? 0 : tiles * kChunkProducts * static_cast<int>(sizeof(WeightLimbs));
     // The sums of the row subsets meet there at the end.
-    if (tile_bytes < kThreads * 16) tile_bytes = kThreads * 16;
+    const int sum_bytes = kThreads * kTileHeads * static_cast<int>(sizeof(float4));
+    row_bytes = grid.tile * row_stride < sum_bytes ? sum_bytes : grid.tile * row_stride;
   }
-  __host__ __device__ int bytes() const { return query_bytes + logit_bytes + tile_bytes; }
+  __host__ __device__ int bytes() const {
+    return query_bytes + number_bytes + limb_bytes + row_bytes;
+  }
 };
 
-// Copies a row of first + second elements to two places, by `workers` threads. wide: in pieces of
-// 16 bytes, of which a thread has several on their way before it stores the first; otherwise both
-// parts are padded with zeros to multiples of 4.
+// What a block knows of its query heads.
+struct HeadSums {
+  float factor[kAttendHeads];  // of what was added up before the last chunk
+  float shift[kAttendHeads];   // weights are relative to it
+  float sum[kAttendHeads];     // of weights
+  float beta[kAttendHeads];
+  float most[kAttendHeads];      // shift + log(cap * beta)
+  double inverse[kAttendHeads];  // of the sum over all splits
+
+  VERKV_DEVICE void start(const HeadState& state, float cap, int h) {
+    shift[h] = state.shift;
+    sum[h] = 0;
+    beta[h] = state.beta;
+    // In double, where the product neither overflows nor vanishes.
+    const double product = static_cast<double>(cap) * static_cast<double>(state.beta);
+    most[h] = cap < __int_as_float(0x7f800000) ? state.shift + static_cast<float>(log(product))
+                                               : __int_as_float(0x7f800000);
+  }
+};
+
+// 16 bytes to shared memory without a register that waits for them.
+VERKV_DEVICE void copy_async(unsigned char* to, const unsigned char* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+VERKV_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Asks for `bytes` bytes that another thread will want soon.
+VERKV_DEVICE void prefetch(const void* from, int bytes) {
+  const auto* at = static_cast<const unsigned char*>(from);
+#pragma unroll 1
+  for (int i = 0; i < bytes; i += 128)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at + i)));
+}
+
+// `dim` elements, padded with zeros to a multiple of 16 bytes, by a warp.
 template <class Element>
-VERKV_DEVICE void copy_row(const Element* from, int first, int second, bool wide, Element* to_first,
-                           Element* to_second, int worker, int workers) {
-  if (wide) {
-    constexpr int kAhead = 4;
-    const uint4* source = reinterpret_cast<const uint4*>(from);
-    const int split = first * static_cast<int>(sizeof(Element)) / 16;
-    const int count = split + second * static_cast<int>(sizeof(Element)) / 16;
-    for (int begin = worker; begin < count; begin += kAhead * workers) {
-      uint4 piece[kAhead];
-#pragma unroll
-      for (int u = 0; u < kAhead; ++u) {
-        if (begin + u * workers < count) piece[u] = source[begin + u * workers];
-      }
-#pragma unroll
-      for (int u = 0; u < kAhead; ++u) {
-        const int i = begin + u * workers;
-        if (i < split) {
-          reinterpret_cast<uint4*>(to_first)[i] = piece[u];
-        } else if (i < count) {
-          reinterpret_cast<uint4*>(to_second)[i - split] = piece[u];
-        }
-      }
-    }
-    return;
-  }
-  for (int j = worker; j < (first + 3) / 4 * 4; j += workers)
-    to_first[j] = j < first ? from[j] : Element{};
-  for (int j = worker; j < (second + 3) / 4 * 4; j += workers)
-    to_second[j] = j < second ? from[first + j] : Element{};
+VERKV_DEVICE void copy_padded(const Element* from, int dim, unsigned char* to) {
+  constexpr int kPiece = 16 / static_cast<int>(sizeof(Element));
+#pragma unroll 1
+  for (int j = lane_index(); j < round_up(dim, kPiece); j += 32)
+    reinterpret_cast<Element*>(to)[j] = j < dim ? from[j] : Element{};
 }
 
-// Where the logarithm of a drawn token's summand is: logit + log(coefficient). beta, odds and
-// sketched weights are in the plan's units, relative to `shift`.
-VERKV_DEVICE float drawn_logit(float logit, float sketched, float rho, float beta, float shift,
-                               float cap) {
-  const float lambda = shrinkage_lambda(sketched, rho, beta);
-  if (lambda == 0) return logit == logit ? minus_infinity() : logit;
-  float x = logit + logf(lambda);
-  if (cap < __int_as_float(0x7f800000)) {
-    const float most = shift + logf(cap * beta * rho);
-    if (x > most) x = most;
-  }
-  return x + logf((1.0f + rho) / rho);
+// Exponentials and logarithms to a few units in the last place, in one instruction each: outputs
+// hang on them, decisions do not.
+VERKV_DEVICE float approximate_exp(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+  return y;
+}
+VERKV_DEVICE float approximate_log(float x) { return __log2f(x) * 0.693147181f; }
+
+// The logarithm of a drawn token's summand, min(lambda w, cap beta rho) (1 + rho) / rho: logit +
+// log(coefficient), at most `most` + log(1 + rho). beta and sketched weights are in the plan's
+// units, `most` is shift + log(cap * beta). Of a token in the plan lambda (1 + rho) / rho is 1 or
+// more, or 0 where beta is.
+VERKV_DEVICE float drawn_logit(float logit, float sketched, float rho, float beta, float most) {
+  const bool whole = sketched <= beta * rho;  // lambda is 1
+  const float coefficient = (whole ? 1.0f : beta) / (whole ? rho : sketched) * (1.0f + rho);
+  if (coefficient == 0) return logit == logit ? minus_infinity() : logit;
+  const float x = logit + approximate_log(coefficient);
+  if (!(x > most)) return x;
+  const float limit = most + approximate_log(1.0f + rho);
+  return x > limit ? limit : x;
 }
 
-VERKV_DEVICE bool in_mask(const std::uint32_t* mask, std::int64_t i) {
+VERKV_DEVICE bool in_mask(const std::uint32_t* mask, std::uint32_t i) {
   return (mask[i / kBlockTokens * kLanes + i % kLanes] >> (i % kBlockTokens / kLanes) & 1u) != 0;
 }
 
@@ -100,13 +131,17 @@ VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& v
                                std::int64_t first_head) {
   const StepWorkspace& ws = arguments.workspace;
   const int group = arguments.view.layer.group;
+  const std::int64_t window = view.tokens - view.compressed;
+  const std::int64_t begin = static_cast<std::int64_t>(blockIdx.y) * kThreads;
+  if (begin >= window) return;
   for (int h = 0; h < group; ++h) {
     if (ws.heads[first_head + h].usable == 0) return;
   }
-  const std::int64_t window = view.tokens - view.compressed;
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x; i < window;
+#pragma unroll 1
+  for (std::int64_t i = begin + threadIdx.x; i < window;
        i += static_cast<std::int64_t>(gridDim.y) * kThreads) {
     float square = 0;
+#pragma unroll 1
     for (int h = 0; h < group; ++h) {
       const HeadState& state = ws.heads[first_head + h];
       const float logit = ws.resident_logit[(first_head + h) * ws.resident_stride + view.drawn + i];
@@ -122,6 +157,7 @@ VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& v
 VERKV_DEVICE void check_queries(const StepView& step, std::int64_t row, std::int64_t first_head,
                                 int heads) {
   const int key_dim = step.layer.key_dim;
+#pragma unroll 1
   for (int i = threadIdx.x; i < heads * key_dim; i += kThreads) {
     const float x = query_number(step, row, first_head + i / key_dim, i % key_dim);
     if (fabsf(x) <= 3.402823466e+38f) continue;  // false for NaN
@@ -135,29 +171,324 @@ VERKV_DEVICE void check_queries(const StepView& step, std::int64_t row, std::int
   }
 }
 
-// Grid: (rows x KV heads, splits, parts of a group). A thread keeps kUnits times four coordinates.
-template <class Element, int kUnits>
-__global__ void __launch_bounds__(kThreads, kUnits > 1 ? 1 : 2)
+// The rows of one split for the query heads of one part.
+template <class Element, int kColumns>
+class Split {
+ public:
+  VERKV_DEVICE Split(const StepArguments& arguments, const HeadView& view, int heads,
+                     std::int64_t query_head, const std::uint32_t* fetched, unsigned char* memory,
+                     HeadSums& sums)
+      : layer_(arguments.view.layer),
+        ws_(arguments.workspace),
+        view_(view),
+        shared_(layer_, arguments.grid),
+        sums_(sums),
+        heads_(heads),
+        tiles_((heads + kTileHeads - 1) / kTileHeads),
+        units_(arguments.grid.units),
+        query_head_(query_head),
+        fetched_(fetched),
+        query_(reinterpret_cast<float*>(memory)),
+        rows_(memory + shared_.query_bytes + shared_.number_bytes + shared_.limb_bytes),
+        row_sums_(tiles_, layer_.value_dim) {
+    memory += shared_.query_bytes;
+    weights_.number = reinterpret_cast<float4*>(memory);
+    weights_.limb = reinterpret_cast<WeightLimbs*>(memory + shared_.number_bytes);
+  }
+
+  // Starts to copy fetched rows, a warp a row.
+  VERKV_DEVICE void fetch(const std::uint32_t* positions, int count) {
+    const int row_bytes = (layer_.key_dim + layer_.value_dim) * static_cast<int>(sizeof(Element));
+    const bool wide = (layer_.key_dim * sizeof(Element) | row_bytes) % 16 == 0;
+#pragma unroll 1
+    for (int r = warp_index(); r < count; r += kWarps) {
+      const auto* from = reinterpret_cast<const unsigned char*>(view_.host_rows) +
+                         static_cast<std::int64_t>(positions[r]) * row_bytes;
+      unsigned char* to = rows_ + r * shared_.row_stride;
+      if (wide) {
+#pragma unroll 1
+        for (int i = 16 * lane_index(); i < row_bytes; i += 16 * 32) copy_async(to + i, from + i);
+      } else {
+        const Element* elements = reinterpret_cast<const Element*>(from);
+        copy_padded(elements, layer_.key_dim, to);
+        copy_padded(elements + layer_.key_dim, layer_.value_dim, to + shared_.value_offset);
+      }
+    }
+  }
+
+  // The queries times the attention scale, which only fetched rows need.
+  VERKV_DEVICE void load_queries(const StepView& step, std::int64_t row, std::int64_t first_head) {
+    const std::int64_t at = row * step.query_row_stride + first_head * step.query_head_stride;
+    switch (step.query_type) {
+      case DType::f32:
+        return load_queries(static_cast<const float*>(step.queries) + at, step.query_head_stride);
+      case DType::f16:
+        return load_queries(static_cast<const Half*>(step.queries) + at, step.query_head_stride);
+      default:
+        return load_queries(static_cast<const BFloat16*>(step.queries) + at,
+                            step.query_head_stride);
+    }
+  }
+
+  // Logits of residents begin .. begin + count - 1 and the logarithms of their coefficients. Their
+  // values are on the way meanwhile.
+  VERKV_DEVICE void resident_logits(std::int64_t begin, int count) {
+    const int r = threadIdx.x;
+    if (r >= count) return;
+    const std::int64_t i = begin + r;
+    const int value_bytes = layer_.value_dim * static_cast<int>(sizeof(Element));
+    prefetch(view_.resident_values + i * value_bytes, value_bytes);
+    std::uint32_t position = 0;
+    float rho = 0;
+    bool drawn = i < view_.drawn;
+    if (drawn) {
+      position = view_.resident_position[i];
+      const Positive16 odds = view_.odds[position];
+      drawn = odds.bits < kPositive16Infinity.bits && !in_mask(fetched_, position);
+      rho = to_float(odds);
+    }
+    const float* logit = ws_.resident_logit + query_head_ * ws_.resident_stride + i;
+    const float* sketched = ws_.weight + query_head_ * ws_.token_stride + position;
+    float* out = reinterpret_cast<float*>(weights_.number + r);
+    for (int t = 0; t < tiles_; ++t) {
+#pragma unroll
+      for (int k = 0; k < kTileHeads; ++k) {
+        const int h = t * kTileHeads + k;
+        if (h >= heads_) break;
+        float x = *logit;
+        if (drawn && *sketched >= 0)
+          x = drawn_logit(x, *sketched, rho, sums_.beta[h], sums_.most[h]);
+        out[k] = x;
+        logit += ws_.resident_stride;
+        sketched += ws_.token_stride;
+      }
+      out += kTileHeads * kChunk;
+    }
+  }
+
+  // Logits of the fetched rows in shared memory, in the order of sums of kernels.hpp: four threads
+  // a row, half of the warps take every other pair of heads.
+  VERKV_DEVICE void fetched_logits(int count) {
+    if (warp_index() % 4 * 8 >= count) return;
+    const int r = warp_index() % 4 * 8 + lane_index() / 4;
+    const Element* key =
+        reinterpret_cast<const Element*>(rows_ + (r < count ? r : 0) * shared_.row_stride);
+    for (int h = warp_index() / 4 * 2; h < heads_; h += 4) {
+      const float* query = query_ + h * shared_.query_stride;
+      float4 sum[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
+#pragma unroll 4
+      for (int j = 4 * (lane_index() % 4); j < layer_.key_dim; j += 16) {
+        const float4 x = load_four(key + j);
+        sum[0] = fma_four(x, *reinterpret_cast<const float4*>(query + j), sum[0]);
+        sum[1] =
+            fma_four(x, *reinterpret_cast<const float4*>(query + shared_.query_stride + j), sum[1]);
+      }
+      const float2 x = make_float2(soft_capped(fold16(sum[0]), layer_.soft_cap),
+                                   soft_capped(fold16(sum[1]), layer_.soft_cap));
+      float4* out = weights_.number + h / kTileHeads * kChunk + r;
+      if (r < count && lane_index() % 4 == 0)
+        reinterpret_cast<float2*>(out)[h % kTileHeads / 2] = x;
+    }
+  }
+
+  // Logits to weights, a warp a head. They stay relative to the plan's shift while the largest is
+  // near it, so that sums seldom have to change.
+  VERKV_DEVICE void weigh(int count) {
+    const int rows = round_up(count, Sums::kRowStep);
+    for (int h = warp_index(); h < tiles_ * kTileHeads; h += kWarps) {
+      if (h >= heads_) {
+        for (int r = lane_index(); r < rows; r += 32) Sums::put(Sums::place(weights_, h, r), 0);
+        continue;
+      }
+      const float* logit =
+          reinterpret_cast<const float*>(weights_.number + h / kTileHeads * kChunk) +
+          h % kTileHeads;
+      float top = minus_infinity();
+      for (int r = lane_index(); r < count; r += 32) top = raise(top, logit[r * kTileHeads]);
+      top = warp_top(top);
+      const float before = sums_.shift[h];
+      const float sum = sums_.sum[h];
+      const bool moves = !(top <= before + kMostAbove) ||
+                         (sum == 0 && top < before - kMostBelow && top > minus_infinity());
+      const float shift = moves ? top : before;
+      float all = 0;
+      typename Sums::Place place = Sums::place(weights_, h, lane_index());
+      for (int r = lane_index(); r < rows; r += 32) {
+        const float p = r < count ? approximate_exp(logit[r * kTileHeads] - shift) : 0.0f;
+        Sums::put(place, p);
+        place += Sums::kPlaces;
+        all += p;
+      }
+#pragma unroll
+      for (int half = 16; half > 0; half /= 2) all += __shfl_xor_sync(kWholeWarp, all, half);
+      __syncwarp();  // all lanes have read what changes
+      if (lane_index() == 0) {
+        const float factor = !moves ? 1.0f : sum == 0 ? 0.0f : weight_exp(before - shift);
+        sums_.factor[h] = factor;
+        sums_.shift[h] = shift;
+        sums_.sum[h] = fmaf(sum, factor, all);
+      }
+    }
+  }
+
+  // Whether values of residents can be added where they lie; otherwise they come to shared memory
+  // too.
+  VERKV_DEVICE bool aligned() const { return layer_.value_dim * sizeof(Element) % 16 == 0; }
+  VERKV_DEVICE void copy_residents(std::int64_t begin, int count) {
+    const int dim = layer_.value_dim;
+    for (int r = warp_index(); r < count; r += kWarps) {
+      copy_padded(reinterpret_cast<const Element*>(view_.resident_values) + (begin + r) * dim, dim,
+                  rows_ + r * shared_.row_stride + shared_.value_offset);
+    }
+  }
+
+  // Adds the residents from `begin` on, or the rows in shared memory.
+  VERKV_DEVICE void add(bool in_shared, std::int64_t begin, int count) {
+    const Element* values = reinterpret_cast<const Element*>(rows_ + shared_.value_offset);
+    int stride = shared_.row_stride / static_cast<int>(sizeof(Element));
+    if (!in_shared) {
+      stride = layer_.value_dim;
+      values = reinterpret_cast<const Element*>(view_.resident_values) + begin * stride;
+    }
+    row_sums_.scale(sums_.factor);
+    row_sums_.add(values, stride, count, weights_);
+  }
+
+  // Adds the subsets up and leaves the state of the split.
+  VERKV_DEVICE void write_partial(int splits, int split) {
+    float4* part = reinterpret_cast<float4*>(rows_);
+    row_sums_.write(part);
+    __syncthreads();
+    for (int i = threadIdx.x; i < heads_ * units_; i += kThreads) {
+      float4 sum = part[i];
+      for (int s = 1; s < row_sums_.subsets(); ++s) {
+        const float4 x = part[s * tiles_ * kTileHeads * units_ + i];
+        sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+      }
+      const std::int64_t at = (query_head_ + i / units_) * splits + split;
+      reinterpret_cast<float4*>(ws_.partial_output)[at * units_ + i % units_] = sum;
+    }
+    if (static_cast<int>(threadIdx.x) < heads_) {
+      const std::int64_t at = (query_head_ + threadIdx.x) * splits + split;
+      ws_.partial_top[at] = sums_.shift[threadIdx.x];
+      ws_.partial_sum[at] = sums_.sum[threadIdx.x];
+    }
+  }
+
+  // Outputs and LSE of all splits.
+  VERKV_DEVICE void merge(const StepView& step, int splits) {
+    for (int h = warp_index(); h < heads_; h += kWarps) merge_sums(step, splits, h);
+    __syncthreads();
+    for (int i = threadIdx.x; i < heads_ * units_; i += kThreads) {
+      const int h = i / units_;
+      const int unit = i % units_;
+      const float* factor = split_factors(splits, h);
+      const float4* from = reinterpret_cast<const float4*>(ws_.partial_output) +
+                           (query_head_ + h) * splits * units_ + unit;
+      float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+      for (int s = 0; s < splits; ++s) {
+        const float x = factor[s];
+        sum = fma_four(make_float4(x, x, x, x), from[s * units_], sum);
+      }
+      const float all[4] = {sum.x, sum.y, sum.z, sum.w};
+      float* out = step.output + (query_head_ + h) * layer_.value_dim + 4 * unit;
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        if (4 * unit + d < layer_.value_dim)
+          out[d] = static_cast<float>(static_cast<double>(all[d]) * sums_.inverse[h]);
+      }
+    }
+  }
+
+ private:
+  using Sums = RowSums<Element, kColumns>;
+
+  // A warp a head.
+  template <class Number>
+  VERKV_DEVICE void load_queries(const Number* from, std::int64_t head_stride) {
+#pragma unroll 1
+    for (int h = warp_index(); h < tiles_ * kTileHeads; h += kWarps) {
+#pragma unroll 4
+      for (int j = lane_index(); j < shared_.query_stride; j += 32) {
+        const bool there = h < heads_ && j < layer_.key_dim;
+        query_[h * shared_.query_stride + j] =
+            there ? layer_.scale * as_float(from[h * head_stride + j]) : 0.0f;
+      }
+    }
+  }
+
+  // What the sums of each split count in the end; where the weights were.
+  VERKV_DEVICE float* split_factors(int splits, int h) const {
+    static_assert(kMostAttendSplits <= kChunk);
+    return reinterpret_cast<float*>(weights_.number) + h * splits;
+  }
+
+  // The common shift, the factors and the denominator of a head, by a warp.
+  VERKV_DEVICE void merge_sums(const StepView& step, int splits, int h) {
+    const std::int64_t at = (query_head_ + h) * splits;
+    float* factor = split_factors(splits, h);
+    float top = minus_infinity();
+    for (int s = lane_index(); s < splits; s += 32) {
+      if (ws_.partial_sum[at + s] != 0) top = raise(top, ws_.partial_top[at + s]);
+    }
+    top = warp_top(top);
+    double sum = 0;
+    for (int s = lane_index(); s < splits; s += 32) {
+      const float own = ws_.partial_sum[at + s];
+      factor[s] = own == 0 ? 0.0f : weight_exp(ws_.partial_top[at + s] - top);
+      sum += static_cast<double>(own) * static_cast<double>(factor[s]);
+    }
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, half);
+    if (lane_index() != 0) return;
+    sums_.inverse[h] = sum == 0 ? 0 : 1 / sum;
+    if (step.lse != nullptr) {
+      step.lse[query_head_ + h] =
+          sum == 0 ? minus_infinity() : static_cast<float>(static_cast<double>(top) + log(sum));
+    }
+  }
+
+  const LayerView& layer_;
+  const StepWorkspace& ws_;
+  const HeadView& view_;
+  AttendShared shared_;
+  HeadSums& sums_;
+  int heads_;
+  int tiles_;
+  int units_;
+  std::int64_t query_head_;
+  const std::uint32_t* fetched_;
+  float* query_;         // [head, padded to tiles][query_stride]
+  unsigned char* rows_;  // [row][row_stride]
+  WeightArrays weights_;
+  Sums row_sums_;
+};
+
+VERKV_DEVICE std::int64_t part_begin(std::int64_t all, int splits, int split) {
+  return min(all, split * ((all + splits - 1) / splits));
+}
+
+// Grid: (rows x KV heads, splits, parts of a group).
+template <class Element, int kColumns>
+__global__ void __launch_bounds__(kThreads, kColumns > 1 ? 1 : 2)
     attend_kernel(const StepArguments arguments) {
   extern __shared__ __align__(16) unsigned char memory[];
-  __shared__ float tops[kAttendHeads];
-  __shared__ float sums[kAttendHeads];
-  __shared__ float factors[kAttendHeads];
-  __shared__ HeadState states[kAttendHeads];
+  __shared__ HeadSums sums;
   __shared__ bool is_last;
   const StepView& step = arguments.view;
   const LayerView& layer = step.layer;
   const StepWorkspace& ws = arguments.workspace;
   const StepGrid& grid = arguments.grid;
   const int tid = threadIdx.x;
-  const int warp = tid / 32;
-  const int lane = tid % 32;
-  const std::int64_t pair = blockIdx.x;
+  const int pair = blockIdx.x;
   const int split = blockIdx.y;
-  const std::int64_t row = pair / layer.kv_heads;
+  const int splits = grid.attend_splits;
+  const int row = pair / layer.kv_heads;
+  const int kv_head = pair % layer.kv_heads;
   const int first = blockIdx.z * grid.part_heads;
   const int heads = min(grid.part_heads, layer.group - first);
-  const std::int64_t query_head = pair * layer.group + first;
+  const std::int64_t query_head = static_cast<std::int64_t>(pair) * layer.group + first;
   const int slot = step.slots[row];
   if (slot < 0) {
     if (split != 0) return;
@@ -166,242 +497,67 @@ __global__ void __launch_bounds__(kThreads, kUnits > 1 ? 1 : 2)
     if (step.lse != nullptr && tid < heads) step.lse[query_head + tid] = minus_infinity();
     return;
   }
-  const HeadView view =
-      step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + pair % layer.kv_heads];
-  const AttendShared shared(layer, grid);
-  float* query = reinterpret_cast<float*>(memory);
-  float* logit = reinterpret_cast<float*>(memory + shared.query_bytes);  // [head][kMostTile]
-  unsigned char* tile = memory + shared.query_bytes + shared.logit_bytes;
-  unsigned char* tile_values = tile + grid.tile * shared.key_stride;
+  const HeadView& view = step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + kv_head];
+  Split<Element, kColumns> part(arguments, view, heads, query_head,
+                                ws.fetched + pair * ws.mask_stride, memory, sums);
 
-  const int key_dim = layer.key_dim;
-  const int value_dim = layer.value_dim;
-  const std::int64_t residents = view.residents();
+  // The first fetched rows are on their way while the residents are added up.
+  const bool aligned = part.aligned();
   const std::int64_t moved = ws.groups[pair].moved;
-  const std::int64_t first_head = pair % layer.kv_heads * layer.group + first;
+  const std::int64_t moved_begin = part_begin(moved, splits, split);
+  const int moved_count = static_cast<int>(part_begin(moved, splits, split + 1) - moved_begin);
+  const std::uint32_t* positions = ws.moved + pair * ws.token_stride + moved_begin;
+  if (aligned) part.fetch(positions, min(grid.tile, moved_count));
+
+  const std::int64_t first_head = static_cast<std::int64_t>(kv_head) * layer.group + first;
   if (step.bad != nullptr && split == 0) check_queries(step, row, first_head, heads);
-  if (tid < heads) {
-    tops[tid] = minus_infinity();
-    sums[tid] = 0;
-    states[tid] = ws.heads[query_head + tid];
-  }
-  if (moved > 0) {
-    for (int i = tid; i < heads * shared.query_stride; i += kThreads) {
-      const int j = i % shared.query_stride;
-      const std::int64_t head = first_head + i / shared.query_stride;
-      query[i] = j < key_dim ? layer.scale * query_number(step, row, head, j) : 0.0f;
-    }
-  }
-
-  // The unit of this thread: four coordinates of a head. Where a part has fewer units than the
-  // block has threads, several subsets of rows are summed side by side.
-  const int units = heads * grid.units;
-  const int subsets = kUnits == 1 ? max(1, kThreads / units) : 1;
-  const int subset = kUnits == 1 ? tid / units : 0;
-  float acc[kUnits][4];
-#pragma unroll
-  for (int k = 0; k < kUnits; ++k) {
-#pragma unroll
-    for (int d = 0; d < 4; ++d) acc[k][d] = 0;
-  }
-
-  const bool wide = key_dim * sizeof(Element) % 16 == 0 && value_dim * sizeof(Element) % 16 == 0;
-  const std::int64_t resident_each = (residents + grid.attend_splits - 1) / grid.attend_splits;
-  const std::int64_t resident_begin = min(residents, split * resident_each);
-  const std::int64_t resident_end = min(residents, resident_begin + resident_each);
-  const std::int64_t moved_each = (moved + grid.attend_splits - 1) / grid.attend_splits;
-  const std::int64_t moved_begin = min(moved, split * moved_each);
-  const std::int64_t moved_end = min(moved, moved_begin + moved_each);
-  const std::int64_t resident_tiles = (resident_end - resident_begin + grid.tile - 1) / grid.tile;
-  const std::int64_t moved_tiles = (moved_end - moved_begin + grid.tile - 1) / grid.tile;
+  if (moved_count > 0) part.load_queries(step, row, first_head);
+  if (tid < kAttendHeads) sums.factor[tid] = 1;
+  if (tid < heads) sums.start(ws.heads[query_head + tid], layer.cap, tid);
   __syncthreads();
 
-  for (std::int64_t t = 0; t < resident_tiles + moved_tiles; ++t) {
-    const bool from_host = t >= resident_tiles;
-    const std::int64_t begin =
-        from_host ? moved_begin + (t - resident_tiles) * grid.tile : resident_begin + t * grid.tile;
-    const int count = static_cast<int>(
-        min(std::int64_t{grid.tile}, (from_host ? moved_end : resident_end) - begin));
-    // Rows to shared memory: a quarter of a warp a row.
-    for (int r = tid / 8; r < count; r += kThreads / 8) {
-      Element* value = reinterpret_cast<Element*>(tile_values + r * shared.value_stride);
-      if (from_host) {
-        const std::int64_t position = ws.moved[pair * ws.token_stride + begin + r];
-        const Element* source =
-            reinterpret_cast<const Element*>(view.host_rows) + position * (key_dim + value_dim);
-        copy_row(source, key_dim, value_dim, wide,
-                 reinterpret_cast<Element*>(tile + r * shared.key_stride), value, tid % 8, 8);
-      } else {
-        copy_row(reinterpret_cast<const Element*>(view.resident_values) + (begin + r) * value_dim,
-                 0, value_dim, wide, value, value, tid % 8, 8);
-      }
-    }
-    if (!from_host) {
-      for (int i = tid; i < heads * count; i += kThreads) {
-        const int h = i / count;
-        const std::int64_t r = begin + i % count;
-        float x = ws.resident_logit[(query_head + h) * ws.resident_stride + r];
-        if (r < view.drawn) {
-          const std::int64_t position = view.resident_position[r];
-          const Positive16 odds = view.odds[position];
-          if (odds.bits < kPositive16Infinity.bits &&
-              !in_mask(ws.fetched + pair * ws.mask_stride, position)) {
-            const float sketched = ws.weight[(query_head + h) * ws.token_stride + position];
-            if (sketched >= 0) {
-              x = drawn_logit(x, sketched, to_float(odds), states[h].beta, states[h].shift,
-                              layer.cap);
-            }
-          }
-        }
-        logit[h * kMostTile + i % count] = x;
-      }
-    }
-    __syncthreads();
-    if (from_host) {
-      // Four threads a row, half of the warps take the even heads.
-      const int r = warp % 4 * 8 + lane / 4;
-      const Element* key =
-          reinterpret_cast<const Element*>(tile + (r < count ? r : 0) * shared.key_stride);
-      for (int h = warp / 4; h < heads; h += 2) {
-        float4 sum = make_float4(0, 0, 0, 0);
-        for (int j = 4 * (lane % 4); j < key_dim; j += 16) {
-          sum =
-              fma_four(load_four(key + j),
-                       *reinterpret_cast<const float4*>(query + h * shared.query_stride + j), sum);
-        }
-        const float x = fold16(sum);
-        if (r < count && lane % 4 == 0) logit[h * kMostTile + r] = soft_capped(x, layer.soft_cap);
-      }
+  const std::int64_t residents = view.residents();
+  const std::int64_t resident_begin = part_begin(residents, splits, split);
+  const std::int64_t resident_count = part_begin(residents, splits, split + 1) - resident_begin;
+  for (std::int64_t done = 0; done < resident_count + moved_count;) {
+    const bool fetched = done >= resident_count;
+    int count;
+    if (fetched) {
+      const int from = static_cast<int>(done - resident_count);
+      count = min(grid.tile, moved_count - from);
+      if (from > 0 || !aligned) part.fetch(positions + from, count);
+      wait_for_copies();
       __syncthreads();
-    }
-    // Weights of the tile under the largest logit so far. Where every logit is -infinity the plan's
-    // shift stands in.
-    for (int h = warp; h < heads; h += kWarps) {
-      const float own = lane < count ? logit[h * kMostTile + lane] : minus_infinity();
-      const float before = tops[h];
-      const float sum = sums[h];
-      const float top = warp_top(raise(before, own));
-      const float shift = states[h].shift;
-      const float from = before == minus_infinity() ? shift : before;
-      const float to = top == minus_infinity() ? shift : top;
-      const float factor = sum == 0 ? 0.0f : weight_exp(from - to);
-      const float p = lane < count ? weight_exp(own - to) : 0.0f;
-      float all = p;
-#pragma unroll
-      for (int half = 16; half > 0; half /= 2) all += __shfl_xor_sync(kWholeWarp, all, half);
-      if (lane < count) logit[h * kMostTile + lane] = p;
-      __syncwarp();
-      if (lane == 0) {
-        tops[h] = top;
-        sums[h] = fmaf(sum, factor, all);
-        factors[h] = factor;
-      }
+      part.fetched_logits(count);
+    } else {
+      const int most = aligned ? kChunk : grid.tile;
+      count = static_cast<int>(min(std::int64_t{most}, resident_count - done));
+      if (!aligned) part.copy_residents(resident_begin + done, count);
+      part.resident_logits(resident_begin + done, count);
     }
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      const int unit = kUnits == 1 ? tid % units : tid + k * kThreads;
-      if (unit >= units || subset >= subsets) break;
-      const int h = unit / grid.units;
-      const float factor = factors[h];
-      float4 sum = make_float4(acc[k][0] * factor, acc[k][1] * factor, acc[k][2] * factor,
-                               acc[k][3] * factor);
-      const unsigned char* at = tile_values + unit % grid.units * (4 * sizeof(Element));
-      for (int r = subset; r < count; r += subsets) {
-        const float p = logit[h * kMostTile + r];
-        sum = fma_four(make_float4(p, p, p, p),
-                       load_four(reinterpret_cast<const Element*>(at + r * shared.value_stride)),
-                       sum);
-      }
-      acc[k][0] = sum.x;
-      acc[k][1] = sum.y;
-      acc[k][2] = sum.z;
-      acc[k][3] = sum.w;
-    }
+    part.weigh(count);
     __syncthreads();
-  }
-
-  // The partial state of this split.
-  const int padded = 4 * grid.units;
-  if (kUnits == 1 && subsets > 1) {
-    float4* part = reinterpret_cast<float4*>(tile);
-    if (subset < subsets) part[tid] = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
+    part.add(fetched || !aligned, resident_begin + done, count);
     __syncthreads();
-    if (tid < units) {
-      for (int s = 1; s < subsets; ++s) {
-        const float4 x = part[s * units + tid];
-        acc[0][0] += x.x;
-        acc[0][1] += x.y;
-        acc[0][2] += x.z;
-        acc[0][3] += x.w;
-      }
-    }
+    done += count;
   }
-#pragma unroll
-  for (int k = 0; k < kUnits; ++k) {
-    const int unit = tid + k * kThreads;
-    if (unit >= units) break;
-    float* out = ws.partial_output +
-                 ((query_head + unit / grid.units) * grid.attend_splits + split) * padded +
-                 unit % grid.units * 4;
-    *reinterpret_cast<float4*>(out) = make_float4(acc[k][0], acc[k][1], acc[k][2], acc[k][3]);
-  }
-  if (tid < heads) {
-    const std::int64_t at = (query_head + tid) * grid.attend_splits + split;
-    ws.partial_top[at] = tops[tid] == minus_infinity() ? states[tid].shift : tops[tid];
-    ws.partial_sum[at] = sums[tid];
-  }
-  if (step.score_window && blockIdx.z == 0) score_window(arguments, view, pair * layer.group);
+  part.write_partial(splits, split);
+  if (step.score_window && blockIdx.z == 0)
+    score_window(arguments, view, static_cast<std::int64_t>(pair) * layer.group);
 
   __syncthreads();
   if (tid == 0) {
     __threadfence();
-    is_last = atomicAdd(&ws.attended[pair * grid.attend_parts + blockIdx.z], 1u) + 1 ==
-              static_cast<unsigned>(grid.attend_splits);
+    is_last =
+        atomicAdd(&ws.attended[static_cast<std::int64_t>(pair) * grid.attend_parts + blockIdx.z],
+                  1u) +
+            1 ==
+        static_cast<unsigned>(splits);
     __threadfence();
   }
   __syncthreads();
-  if (!is_last) return;
-
-  // The merge. One warp a head finds the common shift and the denominator.
-  double* estimate = reinterpret_cast<double*>(tile);  // [head]
-  for (int h = warp; h < heads; h += kWarps) {
-    const std::int64_t at = (query_head + h) * grid.attend_splits;
-    float top = minus_infinity();
-    for (int s = lane; s < grid.attend_splits; s += 32) {
-      if (ws.partial_sum[at + s] != 0) top = raise(top, ws.partial_top[at + s]);
-    }
-    top = warp_top(top);
-    if (lane == 0) {
-      double sum = 0;
-      for (int s = 0; s < grid.attend_splits; ++s) {
-        const float x = ws.partial_sum[at + s];
-        if (x != 0)
-          sum += static_cast<double>(x) *
-                 static_cast<double>(weight_exp(ws.partial_top[at + s] - top));
-      }
-      tops[h] = top;
-      estimate[h] = sum;
-      if (step.lse != nullptr) {
-        step.lse[query_head + h] =
-            sum == 0 ? minus_infinity() : static_cast<float>(static_cast<double>(top) + log(sum));
-      }
-    }
-  }
-  __syncthreads();
-  for (int i = tid; i < heads * value_dim; i += kThreads) {
-    const int h = i / value_dim;
-    const int d = i % value_dim;
-    const std::int64_t at = (query_head + h) * grid.attend_splits;
-    float sum = 0;
-    for (int s = 0; s < grid.attend_splits; ++s) {
-      if (ws.partial_sum[at + s] == 0) continue;
-      sum = fmaf(ws.partial_output[(at + s) * padded + d],
-                 weight_exp(ws.partial_top[at + s] - tops[h]), sum);
-    }
-    step.output[(query_head + h) * value_dim + d] =
-        estimate[h] == 0 ? 0.0f : static_cast<float>(static_cast<double>(sum) / estimate[h]);
-  }
+  if (is_last) part.merge(step, splits);
 }
 
 template <class Element>
@@ -420,10 +576,10 @@ cudaError_t launch_for(const StepArguments& arguments, cudaStream_t stream) {
     }
     return launch(kernel, blocks, kThreads, static_cast<std::size_t>(shared), stream, arguments);
   };
-  const int units = grid.part_heads * grid.units;
-  if (units <= kThreads) return launch_one(attend_kernel<Element, 1>);
-  if (units <= 2 * kThreads) return launch_one(attend_kernel<Element, 2>);
-  return launch_one(attend_kernel<Element, 8>);
+  if constexpr (!std::is_same_v<Element, float>) {
+    if (grid.warp_columns > 1) return launch_one(attend_kernel<Element, 2>);
+  }
+  return launch_one(attend_kernel<Element, 1>);
 }
 
 }  // namespace

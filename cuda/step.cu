@@ -11,9 +11,10 @@ namespace {
 // Blocks that keep every multiprocessor busy; a step that has fewer (row, KV head) pairs cuts them.
 constexpr std::int64_t kBlocksWanted = 512;
 constexpr std::int64_t kMostSplits = 64;
+static_assert(kMostSplits <= kMostAttendSplits);
 // Tokens below which a split is not worth its start.
 constexpr std::int64_t kScoreTokens = 1024;
-constexpr std::int64_t kAttendRows = 128;
+constexpr std::int64_t kAttendRows = 256;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -34,8 +35,11 @@ StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed
   grid.score_splits = splits(pairs * grid.score_parts,
                              ceil_div(most_compressed + most_residents, kScoreTokens), blocks);
   grid.units = static_cast<int>(ceil_div(layer.value_dim, 4));
+  // As many tiles of heads as the warps of a block have columns for.
+  const int columns = static_cast<int>(ceil_div(layer.value_dim, 64));
   grid.part_heads =
-      std::max(1, std::min({layer.group, kAttendHeads, kMostUnits / std::max(1, grid.units)}));
+      std::min({layer.group, kAttendHeads, kTileHeads * (kMostColumns / std::max(1, columns))});
+  grid.warp_columns = ceil_div(grid.part_heads, kTileHeads) * columns > kMostColumns / 2 ? 2 : 1;
   grid.attend_parts = static_cast<int>(ceil_div(layer.group, grid.part_heads));
   // How many tokens move is not known here; the bound is what could.
   grid.attend_splits = splits(pairs * grid.attend_parts,

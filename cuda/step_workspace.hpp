@@ -20,10 +20,13 @@ inline constexpr int kScoreHeads = 8;
 // Most query heads that one block of the attention takes; a larger group reads its rows once a
 // part.
 inline constexpr int kAttendHeads = 16;
-// Value coordinates (in fours) of all heads of a part that one block keeps in registers.
+// Threads of such a block. They take its query heads by tiles, and value coordinates by columns of
+// 64, of which a warp has two at most.
 inline constexpr int kAttendThreads = 256;
-inline constexpr int kMostUnits = 8 * kAttendThreads;
+inline constexpr int kTileHeads = 4;
+inline constexpr int kMostColumns = 2 * kAttendThreads / 32;
 inline constexpr int kMostTile = 32;
+inline constexpr int kMostAttendSplits = 64;
 
 // What a step knows of one query head.
 struct HeadState {
@@ -72,9 +75,10 @@ struct StepGrid {
   int score_parts = 1;
   int attend_splits = 1;
   int attend_parts = 1;
-  int part_heads = 1;  // query heads of a part of the attention
-  int units = 1;       // value coordinates of one head, in fours
-  int tile = 1;        // rows that are in shared memory at a time
+  int part_heads = 1;    // query heads of a part of the attention
+  int units = 1;         // value coordinates of one head, in fours
+  int warp_columns = 1;  // a warp's columns of 64 value coordinates of four heads
+  int tile = 1;          // fetched rows that are in shared memory at a time
 };
 
 StepGrid step_grid(const LayerView& layer, int rows, std::int64_t most_compressed,

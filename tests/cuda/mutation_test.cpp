@@ -208,7 +208,7 @@ std::vector<Setup> scenes() {
       setup.group = group;
       setup.value_dim = group == 1 ? 8 : 512;
       setup.storage = storage;
-      setup.lengths = {{280, 150}};
+      setup.lengths = {{440, 250}};  // two splits of the attention
       setup.keep = 0.3;
       all.push_back(setup);
     }

@@ -144,7 +144,7 @@ TEST_CASE("Groups of query heads") {
     setup.fetch.epsilon = kOff;
     setup.query_size = 2;
     setup.lengths = {{620, 540}};
-    if (group == 12) {  // a thread keeps several coordinates
+    if (group == 12) {  // a warp keeps two columns
       setup.key_dim = 96;
       setup.value_dim = 192;
       setup.storage = DType::bf16;
@@ -156,6 +156,43 @@ TEST_CASE("Groups of query heads") {
       setup.query_size = 0.5;
       setup.lengths = {{150, 120}};
     }
+    require_equal(setup);
+  }
+}
+
+TEST_CASE("Every query head of a group has its part of the attention, every coordinate a warp") {
+  for (int dim = 1; dim <= 512; ++dim) {
+    for (int group = 1; group <= 64; ++group) {
+      LayerView layer;
+      layer.group = group;
+      layer.key_dim = layer.value_dim = dim;
+      const StepGrid grid = step_grid(layer, 1, 1000, 100);
+      const int tiles = (grid.part_heads + kTileHeads - 1) / kTileHeads;
+      const int columns = tiles * ((dim + 63) / 64);
+      const bool enough = grid.part_heads >= 1 && grid.attend_parts * grid.part_heads >= group &&
+                          columns <= grid.warp_columns * kAttendThreads / 32 &&
+                          tiles * grid.units <= kAttendThreads;
+      CAPTURE(dim, group);
+      REQUIRE(enough);
+      // A host row is read once for these.
+      if (dim <= 256 && group <= 16) REQUIRE(grid.attend_parts == 1);
+    }
+  }
+}
+
+// So many rows that each has one split. Logits of some dozens: the largest of the first few hundred
+// is seldom that of all.
+TEST_CASE("A split of several chunks") {
+  cpu_device::reset_device();
+  for (const DType storage : {DType::f16, DType::f32}) {
+    Setup setup = small(160);
+    setup.storage = storage;
+    setup.query_size = 30;
+    setup.fetch.epsilon = kOff;
+    setup.lengths = {{1000, 0}, {1000, 400}};
+    setup.slots.assign(512, -1);
+    setup.slots[3] = 0;
+    setup.slots[4] = 1;
     require_equal(setup);
   }
 }
@@ -321,6 +358,14 @@ TEST_CASE("Extreme logits") {
       for (std::size_t i = 0; i < q.size(); ++i) q[i] *= i < 64 ? 1e25f : 1e-18f;
     });
   }
+  SECTION("residents far below the plan's shift") {
+    setup.key_size = 10;
+    setup.query_size = 4;
+    setup.keep = 0.02;
+    setup.fetch.mode = FetchMode::never;
+    setup.lengths = {{600, 600}};
+    require_equal(setup);
+  }
   SECTION("a sketch far off") {
     // At logits of some hundreds the error of 2 bits is some dozens.
     setup.key_size = 10;
@@ -395,6 +440,20 @@ TEST_CASE("Results do not depend on the order of threads and blocks") {
     setup.fetch.limit_tokens = 200;
     setup.lengths = {{700, 650}};
     require_equal(setup);
+  }
+}
+
+TEST_CASE("Instructions that are a few units off") {
+  cpu_device::DeviceOptions options;
+  options.machine.approximate_ulps = 4;
+  cpu_device::reset_device(options);
+  for (const DType storage : {DType::f16, DType::bf16, DType::f32}) {
+    Setup setup = small(950);
+    setup.storage = storage;
+    setup.query_size = 2;
+    setup.fetch.epsilon = kOff;
+    setup.lengths = {{700, 650}};
+    REQUIRE(require_equal(setup).moved > 0);
   }
 }
 
