@@ -174,9 +174,7 @@ class ThresholdSearch {
     below = warp_top(below);
     if (threadIdx.x % 32 == 0) shared_.warp_top[threadIdx.x / 32] = below;
     __syncthreads();
-    below = top_of_warps(shared_);
-    __syncthreads();
-    return below;
+    return top_of_warps(shared_);  // not written again before the next sums
   }
 
   VERKV_DEVICE double bound_of(double beta, double variance, double jump) const {
@@ -211,13 +209,13 @@ class ThresholdSearch {
     float unused = 0;
     const float beta = newton([&](float at, double& weight, double& odds) {
       double sums[2];
-      lane_sums(
+      lane_sums<1, false>(
           shared_, blocks(),
-          [&](std::int64_t block, int lane, float(&sum)[2], float&) {
+          [&](std::int64_t block, int lane, float(&sum)[2][1], float&) {
             for_lane(block, lane, [&](const Entry& e) {
               const bool in = e.key <= threshold && e.weight > at * e.odds;
-              sum[0] += in ? e.weight : 0.0f;
-              sum[1] += in ? e.odds : 0.0f;
+              sum[0][0] += in ? e.weight : 0.0f;
+              sum[1][0] += in ? e.odds : 0.0f;
             });
           },
           sums, unused);
@@ -226,12 +224,12 @@ class ThresholdSearch {
     });
     double variance[1];
     float jump = 0;
-    lane_sums(
+    lane_sums<1, true>(
         shared_, blocks(),
-        [&](std::int64_t block, int lane, float(&sum)[1], float& top) {
+        [&](std::int64_t block, int lane, float(&sum)[1][1], float& top) {
           for_lane(block, lane, [&](const Entry& e) {
             const bool in = e.key <= threshold;
-            sum[0] += in ? variance_term(e.weight, e.odds, beta) : 0.0f;
+            sum[0][0] += in ? variance_term(e.weight, e.odds, beta) : 0.0f;
             if (in) top = fmaxf(top, jump_term(e.weight, e.odds, beta));
           });
         },
@@ -257,24 +255,24 @@ class ThresholdSearch {
     };
     double sums[3];
     float largest = 0;
-    lane_sums(
+    lane_sums<1, true>(
         shared_, blocks(),
-        [&](std::int64_t block, int lane, float(&sum)[3], float& top) {
+        [&](std::int64_t block, int lane, float(&sum)[3][1], float& top) {
           for_lane(block, lane, [&](const Entry& e) {
             const bool in = settles_in(e);
             const bool out = settles_out(e);
-            sum[0] += in ? e.weight : 0.0f;
-            sum[1] += in ? e.odds : 0.0f;
-            sum[2] += out ? e.weight * (e.weight / e.odds) : 0.0f;
+            sum[0][0] += in ? e.weight : 0.0f;
+            sum[1][0] += in ? e.odds : 0.0f;
+            sum[2][0] += out ? e.weight * (e.weight / e.odds) : 0.0f;
             if (in) top = fmaxf(top, fmaxf(e.odds, 1.0f));
           });
         },
         sums, largest);
     double unused[1];
     float jump = 0;
-    lane_sums(
+    lane_sums<1, true>(
         shared_, blocks(),
-        [&](std::int64_t block, int lane, float(&)[1], float& top) {
+        [&](std::int64_t block, int lane, float(&)[1][1], float& top) {
           for_lane(block, lane, [&](const Entry& e) {
             if (settles_out(e)) top = fmaxf(top, e.weight / e.odds * fmaxf(e.odds, 1.0f));
           });

@@ -1,5 +1,6 @@
-// Sums of a block of threads over tokens in the fixed order of src/cpu/kernels.hpp: half a warp
-// takes a block of 512 tokens, thread l of it is lane l; block sums are added ascending in double.
+// Sums of a block of threads over tokens in the fixed order of src/cpu/kernels.hpp: neighbouring
+// threads take a block of 512 tokens, each of them one lane or several; block sums are added
+// ascending in double.
 #ifndef VERKV_CUDA_VERIFY_SUMS_CUH
 #define VERKV_CUDA_VERIFY_SUMS_CUH
 
@@ -8,11 +9,12 @@
 
 namespace verkv::cuda {
 
-// More threads would leave each fewer registers than the search for a threshold needs.
-inline constexpr int kVerifyThreads = 512;
+// Four lanes each, they take 32K tokens at once. Two such blocks fill a multiprocessor's registers.
+inline constexpr int kVerifyThreads = 256;
+inline constexpr int kVerifyBlocks = 2;
 inline constexpr int kVerifyWarps = kVerifyThreads / 32;
 inline constexpr int kHalfWarps = kVerifyThreads / kLanes;
-static_assert(kHalfWarps == 32, "a warp scans what the half warps have");
+static_assert(kHalfWarps <= 32, "a warp scans what the half warps have");
 // Block sums kept at a time: 2^20 tokens.
 inline constexpr int kSumSlots = 2048;
 inline constexpr int kMostSums = 3;
@@ -69,6 +71,7 @@ VERKV_DEVICE double add_ascending(double total, const float* sum, int count) {
     }
     if (quick >= 0 && quick < static_cast<double>(smallest) * 268435456.0) return quick;
   }
+#pragma unroll 4
   for (int i = 0; i < count; ++i) total += static_cast<double>(sum[i]);
   return total;
 }
@@ -79,35 +82,55 @@ VERKV_DEVICE float top_of_warps(const VerifyShared& shared) {
   return warp_top(lane < kVerifyWarps ? shared.warp_top[lane] : minus_infinity());
 }
 
-// out[s] = lane sums over `blocks` blocks, out_top = max of what the threads have in their `top`.
-// terms(block, lane, sums, top) adds lane `lane` of a block up, ascending; it is called for half
-// warps, and must not synchronise beyond them. All threads call and get the results.
-template <std::size_t kSums, class Terms>
+// fold16 of kernels.hpp where thread t of 16 / kEach neighbours holds lanes kEach * t and on. The
+// whole warp calls.
+template <std::size_t kEach>
+VERKV_DEVICE float fold_lanes(float (&lane)[kEach]) {
+#pragma unroll
+  for (int half = kLanes / static_cast<int>(kEach) / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (float& x : lane) x += __shfl_xor_sync(kWholeWarp, x, half);
+  }
+#pragma unroll
+  for (int half = static_cast<int>(kEach) / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int j = 0; j < half; ++j) lane[j] += lane[j + half];
+  }
+  return lane[0];
+}
+
+// out[s] = lane sums over `blocks` blocks, out_top = max of what the threads have in their `top`;
+// kTop false: not asked for, and not written.
+// terms(block, part, sums, top) adds lanes kEach * part and on of a block up, ascending, to
+// sums[s][lane - kEach * part]; it is called for 16 / kEach neighbours together, and must not
+// synchronise beyond them. All threads call and get the results.
+template <std::size_t kEach, bool kTop, std::size_t kSums, class Terms>
 VERKV_DEVICE void lane_sums(VerifyShared& shared, std::int64_t blocks, Terms&& terms,
                             double (&out)[kSums], float& out_top) {
-  const int half = threadIdx.x / kLanes;
-  const int lane = threadIdx.x % kLanes;
+  constexpr int kParts = kLanes / static_cast<int>(kEach);
+  const int part = threadIdx.x % kParts;
   const unsigned warp = threadIdx.x / 32;
   double total = 0;
   float top = 0;
   // The barrier of the loop, where it does not run: the last call's results have been read.
   if (blocks == 0) {
-    if (threadIdx.x % 32 == 0) shared.warp_top[warp] = 0;
+    if (kTop && threadIdx.x % 32 == 0) shared.warp_top[warp] = 0;
     __syncthreads();
   }
   for (std::int64_t first = 0; first < blocks; first += kSumSlots) {
     const int count = static_cast<int>(min(std::int64_t{kSumSlots}, blocks - first));
-    // Both halves of a warp make the same rounds: their folds are one instruction.
-    for (int b = half; b / 2 * 2 < count; b += kHalfWarps) {
-      float sum[kSums] = {};
-      if (b < count) terms(first + b, lane, sum, top);
+    // All of a warp makes the same rounds: its folds are one instruction.
+    const int own = threadIdx.x / kParts;
+    for (int b = own; b - own % (32 / kParts) < count; b += kVerifyThreads / kParts) {
+      float sum[kSums][kEach] = {};
+      if (b < count) terms(first + b, part, sum, top);
 #pragma unroll
       for (std::size_t s = 0; s < kSums; ++s) {
-        const float folded = fold16(sum[s]);
-        if (b < count && lane == 0) shared.sum[s][b] = folded;
+        const float folded = fold_lanes(sum[s]);
+        if (b < count && part == 0) shared.sum[s][b] = folded;
       }
     }
-    if (first + count >= blocks) {
+    if (kTop && first + count >= blocks) {
       top = warp_top(top);
       if (threadIdx.x % 32 == 0) shared.warp_top[warp] = top;
     }
@@ -116,14 +139,14 @@ VERKV_DEVICE void lane_sums(VerifyShared& shared, std::int64_t blocks, Terms&& t
     if (first + count < blocks) __syncthreads();
   }
   if (warp < kSums && threadIdx.x % 32 == 0) shared.total[warp] = total;
-  if (warp == kSums) {
+  if (kTop && warp == kSums) {
     const float x = top_of_warps(shared);
     if (threadIdx.x % 32 == 0) shared.top = x;
   }
   __syncthreads();
 #pragma unroll
   for (std::size_t s = 0; s < kSums; ++s) out[s] = shared.total[s];
-  out_top = shared.top;
+  if (kTop) out_top = shared.top;
 }
 
 // The number of threads before this one whose flag is set; out_total: of all. All threads call.
@@ -155,7 +178,7 @@ VERKV_DEVICE int rank_of_half_warp(VerifyShared& shared, int count, int& out_tot
   for (int step = 8; step > 0; step /= 2) count += __shfl_xor_sync(kWholeWarp, count, step);
   if (threadIdx.x % kLanes == 0) shared.count[half] = count;
   __syncthreads();
-  const int own = shared.count[lane];
+  const int own = lane < kHalfWarps ? shared.count[lane] : 0;
   int sum = own;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {

@@ -138,7 +138,7 @@ const std::vector<Unreported>& unreported() {
       {"plan_kernel", "rank_in_block 2 in add_residents", Reason::redundant, kLater},
       {"plan_kernel", "add_residents 2 in plan_kernel", Reason::redundant,
        "the next round's ranks, or the barrier of the total, come before the chunk changes"},
-      {"plan_kernel", "count_in_block 2 in select", Reason::copy, kLater},
+      {"plan_kernel", "count_in_block 2 in select_among", Reason::redundant, kLater},
       {"plan_kernel", "count_in_block 2 in certificate_and_select", Reason::redundant, kLater},
       {"plan_kernel", "count_in_block 2 in count_open", Reason::redundant, kLater},
       {"plan_kernel", "count_in_block 2 in select_ties", Reason::redundant, kLater},
