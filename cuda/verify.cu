@@ -8,6 +8,7 @@
 #include "step_kernels.hpp"
 #include "verify_search.cuh"
 #include "verify_sums.cuh"
+#include "verify_terms.cuh"
 
 namespace verkv::cuda {
 namespace {
@@ -48,50 +49,6 @@ struct MaskWords {
   }
 };
 
-// What a token adds to the certificate (variance_term, jump_term) and its fetch_key, from
-// t = weight / odds: a division is most of each of them.
-struct Tail {
-  float variance;
-  float jump;
-  float key;
-};
-
-VERKV_DEVICE Tail tail_of(float w, float rho, float beta, float t) {
-  const float edge = beta * rho;
-  const bool inside = !(w > edge);  // odds that are no number give a jump that is none
-  return {inside ? w * t : beta * beta * rho, (inside ? t : beta) * fmaxf(rho, 1.0f),
-          inside ? w * t : beta * (2.0f * w - edge)};
-}
-
-// Weights from here on, and those that are 0, have quick quotients.
-constexpr float kQuickWeight = 1e-28f;
-
-// w / rho, correctly rounded, where w >= kQuickWeight and w <= beta * rho. Odds have 9 significant
-// bits, so no quotient is nearer than 2^-10 of its last place to where rounding changes; the
-// remainder is exact, and corrects a product with a reciprocal that is off by a place or two. Both
-// bounds keep out what underflows: beta is below 2^32.
-VERKV_DEVICE float quick_quotient(float w, float rho) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(rho));
-  const float q = w * y;
-  return fmaf(fmaf(-rho, q, w), y, q);
-}
-
-VERKV_DEVICE bool is_quick(float w) {
-  // 0 wraps around to the top.
-  return __float_as_uint(w) - 1 >= __float_as_uint(kQuickWeight) - 1;
-}
-
-// is_ruled_out(w, rho, ruled_out_below(threshold)) is true of no token whose fetch_key is above the
-// threshold, and of nearly all others, without a division: the key is at most w * w / rho, and the
-// margins are far larger than what rounding does to either side.
-VERKV_DEVICE float ruled_out_below(float threshold) {
-  return threshold >= 1e-30f ? threshold * (1 - 0x1p-20f) : -1.0f;
-}
-VERKV_DEVICE bool is_ruled_out(float w, float rho, float below) {
-  return w * w < fmaf(below, rho, -1e-36f);
-}
-
 // One query head of a row, and the passes over its tokens. A word of a mask belongs to one thread
 // in all of them.
 class Head {
@@ -107,10 +64,10 @@ class Head {
   VERKV_DEVICE double to_weights(VerifyShared& shared, float shift, double& out_weight,
                                  double& out_odds) const {
     double sums[2];
-    float no_number = 0;
-    lane_sums<kEach, true>(
+    float no_number[1];
+    lane_sums<kEach, 1>(
         shared, blocks_,
-        [&](std::int64_t block, int part, float(&sum)[2][kEach], float& nan) {
+        [&](std::int64_t block, int part, float(&sum)[2][kEach], float(&nan)[1]) {
           for_rows(block, part, [&](int, Own<float>* at, const Row& row) {
             Own<float> w;
 #pragma unroll
@@ -130,24 +87,24 @@ class Head {
 #pragma unroll
           for (const float x : sum[0]) all += x;
           if (!(all >= 0)) {
-            nan = 1;
+            nan[0] = 1;
             positive_sums(block, part, sum);
           }
         },
         sums, no_number);
     out_weight = sums[0];
     out_odds = sums[1];
-    return no_number > 0 ? __longlong_as_double(0x7ff8000000000000ll) : sums[0];
+    return no_number[0] > 0 ? __longlong_as_double(0x7ff8000000000000ll) : sums[0];
   }
 
   // The first round of beta over what is not fetched. Fetched tokens weigh nothing from here on.
   VERKV_DEVICE void first_sums(VerifyShared& shared, const std::uint32_t* fetched,
                                double& out_weight, double& out_odds) const {
     double sums[2];
-    float unused = 0;
-    lane_sums<kEach, false>(
+    float unused[1];
+    lane_sums<kEach, 0>(
         shared, blocks_,
-        [&](std::int64_t block, int part, float(&sum)[2][kEach], float&) {
+        [&](std::int64_t block, int part, float(&sum)[2][kEach], float(&)[1]) {
           float* weight = weight_ + first_of(block, part);
           each_bit(load(fetched, block, part), [&](std::size_t j, unsigned k) {
             in_row(weight + j, k) = 0;
@@ -170,10 +127,10 @@ class Head {
     for (int round = 0; round < 100; ++round) {
       if (round > 0) {
         double sums[2];
-        float unused = 0;
-        lane_sums<kEach, false>(
+        float unused[1];
+        lane_sums<kEach, 0>(
             shared, blocks_,
-            [&](std::int64_t block, int part, float(&sum)[2][kEach], float&) {
+            [&](std::int64_t block, int part, float(&sum)[2][kEach], float(&)[1]) {
               if (round == 1) {
                 all_sums(block, part, beta, sum, likely_mask, likely);
               } else {
@@ -198,14 +155,14 @@ class Head {
   VERKV_DEVICE double certificate_at(VerifyShared& shared, float beta, double denominator,
                                      double log_term) const {
     double variance[1];
-    float jump = 0;
-    lane_sums<kEach, true>(
+    float jump[1];
+    lane_sums<kEach, 1>(
         shared, blocks_,
-        [&](std::int64_t block, int part, float(&sum)[1][kEach], float& top) {
-          add_tails(block, part, beta, sum[0], top, [](std::size_t, int, float, float) {});
+        [&](std::int64_t block, int part, float(&sum)[1][kEach], float(&top)[1]) {
+          add_tails(block, part, beta, sum[0], top[0], [](std::size_t, int, float, float) {});
         },
         variance, jump);
-    return bound_of(beta, variance[0], jump, denominator, log_term);
+    return bound_of(beta, variance[0], jump[0], denominator, log_term);
   }
 
   // The same, and on the way the bits of the tokens for which wants(weight, key) holds; out_count:
@@ -215,14 +172,14 @@ class Head {
                                              double log_term, std::uint32_t* mask, Wants&& wants,
                                              std::int64_t& out_count) const {
     double variance[1];
-    float jump = 0;
+    float jump[1];
     int count = 0;
-    lane_sums<kEach, true>(
+    lane_sums<kEach, 1>(
         shared, blocks_,
-        [&](std::int64_t block, int part, float(&sum)[1][kEach], float& top) {
+        [&](std::int64_t block, int part, float(&sum)[1][kEach], float(&top)[1]) {
           MaskWords bits;
           add_tails(
-              block, part, beta, sum[0], top,
+              block, part, beta, sum[0], top[0],
               [&](std::size_t j, int row, float w, float key) {
                 if ((w > 0) & wants(w, key)) bits.set(j, row);
               },
@@ -231,7 +188,7 @@ class Head {
         },
         variance, jump);
     out_count = count_in_block(shared, count);
-    return bound_of(beta, variance[0], jump, denominator, log_term);
+    return bound_of(beta, variance[0], jump[0], denominator, log_term);
   }
 
   // Sets the bits of the tokens for which wants(weight, odds) holds; returns how many.
@@ -567,6 +524,7 @@ VERKV_DEVICE void keep_largest(VerifyShared& shared, const StepArguments& argume
   const int lane = threadIdx.x % kLanes;
   const auto rank_of = [&](std::int64_t i) {
     float best = 0;
+#pragma unroll 1
     for (int h = 0; h < group; ++h) {
       const HeadState& state = ws.heads[first_head + h];
       if (!state.usable) continue;
@@ -619,6 +577,7 @@ VERKV_DEVICE void keep_largest(VerifyShared& shared, const StepArguments& argume
     std::int64_t rank = before + rank_of_half_warp(shared, __popc(equal), total);
     before += total;
     const int half_lanes = threadIdx.x % 32 / kLanes * kLanes;
+#pragma unroll 4
     for (int k = 0; k < kBlockTokens / kLanes; ++k) {
       const unsigned row =
           (__ballot_sync(kWholeWarp, (equal >> k & 1u) != 0) >> half_lanes) & 0xffffu;
@@ -685,7 +644,7 @@ VERKV_DEVICE void plan_group(VerifyShared& shared, const StepArguments& argument
   const LayerView& layer = arguments.view.layer;
   const std::int64_t first_head = pair * layer.group;
   const std::int64_t slot = arguments.view.slots[pair / layer.kv_heads];
-  const HeadView view = arguments.view.heads[slot * layer.kv_heads + pair % layer.kv_heads];
+  const HeadView& view = arguments.view.heads[slot * layer.kv_heads + pair % layer.kv_heads];
   const StepWorkspace& ws = arguments.workspace;
   const std::int64_t words = (view.compressed + kBlockTokens - 1) / kBlockTokens * kLanes;
   std::uint32_t* mask = ws.fetched + pair * ws.mask_stride;
@@ -693,6 +652,7 @@ VERKV_DEVICE void plan_group(VerifyShared& shared, const StepArguments& argument
   for (std::int64_t i = threadIdx.x; i < words; i += kVerifyThreads) {
     std::uint32_t bits = 0;
     if (layer.mode != FetchMode::never) {
+#pragma unroll 4
       for (int h = 0; h < layer.group; ++h)
         bits |= ws.wanted[(first_head + h) * ws.mask_stride + i];
     }
@@ -829,7 +789,8 @@ __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
       }
       if (usable && !(bound <= layer.epsilon)) {
         ThresholdSearch search(shared, head.weights(), head.all_odds(),
-                               ws.plan_index + query_head * ws.token_stride, beta, denominator,
+                               ws.plan_index + query_head * ws.token_stride,
+                               ws.active + query_head * ws.mask_stride, beta, denominator,
                                layer.log_term, layer.epsilon / kOutward);
         const FetchThreshold found = search.run(head.tokens());
         if (!(threshold.key < found.key)) {
