@@ -16,12 +16,6 @@ namespace {
 VERKV_DEVICE bool is_low(Positive16 odds) { return odds.bits < kPositive16Infinity.bits; }
 VERKV_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
-// Lanes that a thread adds up, side by side, so that one load brings the tokens of all of them.
-// More would leave threads without work: 32K tokens are two lanes for each.
-constexpr std::size_t kEach = 4;
-constexpr int kParts = kLanes / static_cast<int>(kEach);
-constexpr int kRows = kBlockTokens / kLanes;
-
 // What neighbouring lanes have of something, moved by one instruction.
 template <class T>
 struct alignas(kEach * sizeof(T)) Own {
@@ -55,7 +49,7 @@ class Head {
  public:
   VERKV_DEVICE Head(const StepArguments& arguments, const HeadView& view, std::int64_t query_head)
       : tokens_(view.compressed),
-        blocks_((view.compressed + kBlockTokens - 1) / kBlockTokens),
+        blocks_(static_cast<int>((view.compressed + kBlockTokens - 1) / kBlockTokens)),
         odds_(view.odds),
         weight_(arguments.workspace.weight + query_head * arguments.workspace.token_stride),
         active_(arguments.workspace.active + query_head * arguments.workspace.mask_stride) {}
@@ -65,9 +59,9 @@ class Head {
                                  double& out_odds) const {
     double sums[2];
     float no_number[1];
-    lane_sums<kEach, 1>(
+    lane_sums<1>(
         shared, blocks_,
-        [&](std::int64_t block, int part, float(&sum)[2][kEach], float(&nan)[1]) {
+        [&](int block, int part, float(&sum)[2][kEach], float(&nan)[1]) {
           for_rows(block, part, [&](int, Own<float>* at, const Row& row) {
             Own<float> w;
 #pragma unroll
@@ -102,9 +96,9 @@ class Head {
                                double& out_weight, double& out_odds) const {
     double sums[2];
     float unused[1];
-    lane_sums<kEach, 0>(
+    lane_sums<0>(
         shared, blocks_,
-        [&](std::int64_t block, int part, float(&sum)[2][kEach], float(&)[1]) {
+        [&](int block, int part, float(&sum)[2][kEach], float(&)[1]) {
           float* weight = weight_ + first_of(block, part);
           each_bit(load(fetched, block, part), [&](std::size_t j, unsigned k) {
             in_row(weight + j, k) = 0;
@@ -128,9 +122,9 @@ class Head {
       if (round > 0) {
         double sums[2];
         float unused[1];
-        lane_sums<kEach, 0>(
+        lane_sums<0>(
             shared, blocks_,
-            [&](std::int64_t block, int part, float(&sum)[2][kEach], float(&)[1]) {
+            [&](int block, int part, float(&sum)[2][kEach], float(&)[1]) {
               if (round == 1) {
                 all_sums(block, part, beta, sum, likely_mask, likely);
               } else {
@@ -156,9 +150,9 @@ class Head {
                                      double log_term) const {
     double variance[1];
     float jump[1];
-    lane_sums<kEach, 1>(
+    lane_sums<1>(
         shared, blocks_,
-        [&](std::int64_t block, int part, float(&sum)[1][kEach], float(&top)[1]) {
+        [&](int block, int part, float(&sum)[1][kEach], float(&top)[1]) {
           add_tails(block, part, beta, sum[0], top[0], [](std::size_t, int, float, float) {});
         },
         variance, jump);
@@ -174,9 +168,9 @@ class Head {
     double variance[1];
     float jump[1];
     int count = 0;
-    lane_sums<kEach, 1>(
+    lane_sums<1>(
         shared, blocks_,
-        [&](std::int64_t block, int part, float(&sum)[1][kEach], float(&top)[1]) {
+        [&](int block, int part, float(&sum)[1][kEach], float(&top)[1]) {
           MaskWords bits;
           add_tails(
               block, part, beta, sum[0], top[0],
@@ -195,7 +189,7 @@ class Head {
   template <class Wants>
   VERKV_DEVICE std::int64_t select(VerifyShared& shared, std::uint32_t* mask, Wants&& wants) const {
     int count = 0;
-    for_words([&](std::int64_t block, int part) {
+    for_words([&](int block, int part) {
       MaskWords bits;
       for_rows(
           block, part,
@@ -216,7 +210,7 @@ class Head {
   VERKV_DEVICE std::int64_t select_among(VerifyShared& shared, std::uint32_t* mask,
                                          Wants&& wants) const {
     int count = 0;
-    for_words([&](std::int64_t block, int part) {
+    for_words([&](int block, int part) {
       const float* weight = weight_ + first_of(block, part);
       const Positive16* odds = odds_ + first_of(block, part);
       const auto kept = each_bit(load(mask, block, part), [&](std::size_t j, unsigned k) {
@@ -258,19 +252,19 @@ class Head {
  private:
   static constexpr int kAtOnce = 4;
 
-  VERKV_DEVICE static std::int64_t first_of(std::int64_t block, int part) {
-    return block * kBlockTokens + part * static_cast<int>(kEach);
+  VERKV_DEVICE static std::int64_t first_of(int block, int part) {
+    return std::int64_t{block} * kBlockTokens + part * static_cast<int>(kEach);
   }
 
   // A thread's words of a mask.
   VERKV_DEVICE static Own<std::uint32_t> load(const std::uint32_t* mask, std::int64_t block,
                                               int part) {
-    return reinterpret_cast<const Own<std::uint32_t>*>(mask)[block * kParts + part];
+    return reinterpret_cast<const Own<std::uint32_t>*>(mask)[std::int64_t{block} * kParts + part];
   }
   // Returns how many bits are set.
-  VERKV_DEVICE static int put(std::uint32_t* mask, std::int64_t block, int part,
+  VERKV_DEVICE static int put(std::uint32_t* mask, int block, int part,
                               const Own<std::uint32_t>& word) {
-    reinterpret_cast<Own<std::uint32_t>*>(mask)[block * kParts + part] = word;
+    reinterpret_cast<Own<std::uint32_t>*>(mask)[std::int64_t{block} * kParts + part] = word;
     int count = 0;
 #pragma unroll
     for (const std::uint32_t bits : word.lane) count += __popc(bits);
@@ -305,8 +299,7 @@ class Head {
   // visit(block, part) for the words of a thread, those that it has in lane_sums.
   template <class Visit>
   VERKV_DEVICE void for_words(Visit&& visit) const {
-    for (std::int64_t block = threadIdx.x / kParts; block < blocks_;
-         block += kVerifyThreads / kParts)
+    for (int block = threadIdx.x / kParts; block < blocks_; block += kVerifyThreads / kParts)
       visit(block, static_cast<int>(threadIdx.x % kParts));
   }
 
@@ -331,11 +324,11 @@ class Head {
   // visit(row % 8, where the weights are, the row) for the thread's tokens of a block, ascending,
   // with odds of infinity behind the last token. Closes the masks, whose bits are by row % 8.
   template <class Visit, class... Masks>
-  VERKV_DEVICE void for_rows(std::int64_t block, int part, Visit&& visit, Masks&... masks) const {
+  VERKV_DEVICE void for_rows(int block, int part, Visit&& visit, Masks&... masks) const {
     const std::int64_t first = first_of(block, part);
     auto* weight = reinterpret_cast<Own<float>*>(weight_ + first);
     const auto* odds = reinterpret_cast<const OddsWords*>(odds_ + first);
-    const std::int64_t left = tokens_ - block * kBlockTokens;
+    const std::int64_t left = tokens_ - std::int64_t{block} * kBlockTokens;
     const int full = left < kBlockTokens ? static_cast<int>(left) / kLanes : kRows;
     int begin = 0;
     for (; begin + kAtOnce <= full; begin += kAtOnce) {
@@ -370,7 +363,7 @@ class Head {
     }
   }
 
-  VERKV_DEVICE void positive_sums(std::int64_t block, int part, float (&sum)[2][kEach]) const {
+  VERKV_DEVICE void positive_sums(int block, int part, float (&sum)[2][kEach]) const {
 #pragma unroll
     for (std::size_t j = 0; j < kEach; ++j) sum[0][j] = sum[1][j] = 0;
     for_rows(block, part, [&](int, const Own<float>*, const Row& row) {
@@ -386,7 +379,7 @@ class Head {
 
   // Weights of 0 are not above beta * odds either.
   template <class Likely>
-  VERKV_DEVICE void all_sums(std::int64_t block, int part, float beta, float (&sum)[2][kEach],
+  VERKV_DEVICE void all_sums(int block, int part, float beta, float (&sum)[2][kEach],
                              std::uint32_t* likely_mask, Likely&& likely) const {
     MaskWords active;
     MaskWords marked;
@@ -408,8 +401,7 @@ class Head {
     if (likely_mask != nullptr) put(likely_mask, block, part, marked.word);
   }
 
-  VERKV_DEVICE void active_sums(std::int64_t block, int part, float beta,
-                                float (&sum)[2][kEach]) const {
+  VERKV_DEVICE void active_sums(int block, int part, float beta, float (&sum)[2][kEach]) const {
     const float* weight = weight_ + first_of(block, part);
     const Positive16* odds = odds_ + first_of(block, part);
     const Own<std::uint32_t> after =
@@ -429,8 +421,8 @@ class Head {
   // Adds what the thread's tokens that weigh something have in the certificate, and calls
   // each(lane of the thread, row % 8, weight, key), which may set bits of the masks.
   template <class Each, class... Masks>
-  VERKV_DEVICE void add_tails(std::int64_t block, int part, float beta, float (&sum)[kEach],
-                              float& top, Each&& each, Masks&... masks) const {
+  VERKV_DEVICE void add_tails(int block, int part, float beta, float (&sum)[kEach], float& top,
+                              Each&& each, Masks&... masks) const {
     float jump = 0;
     bool quick = true;
     const auto add_with = [&](auto&& quotient) {
@@ -470,7 +462,7 @@ class Head {
   }
 
   std::int64_t tokens_;
-  std::int64_t blocks_;
+  int blocks_;
   const Positive16* odds_;
   float* weight_;
   std::uint32_t* active_;

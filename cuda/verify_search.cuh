@@ -67,7 +67,9 @@ class ThresholdSearch {
 
   VERKV_DEVICE bool open(float key) const { return key > good_ && key <= bad_; }
 
-  VERKV_DEVICE std::int64_t blocks() const { return (count_ + kBlockTokens - 1) / kBlockTokens; }
+  VERKV_DEVICE int blocks() const {
+    return static_cast<int>((count_ + kBlockTokens - 1) / kBlockTokens);
+  }
 
   // Keeps, in order, the entries for which keep(i) holds. A barrier must follow.
   template <class Position, class Keep>
@@ -205,64 +207,77 @@ class ThresholdSearch {
     return beta;
   }
 
+  // add(lane of the thread, bit of the row, entry) for the thread's entries of a block, ascending.
   template <class Add>
-  VERKV_DEVICE void for_lane(std::int64_t block, int lane, Add&& add) const {
-    const std::int64_t end = min(count_, (block + 1) * kBlockTokens);
-#pragma unroll 2
-    for (std::int64_t i = block * kBlockTokens + lane; i < end; i += kLanes) add(entry(i));
+  VERKV_DEVICE void for_entries(int block, int part, Add&& add) const {
+    const std::int64_t first = std::int64_t{block} * kBlockTokens + part * static_cast<int>(kEach);
+    const int left = static_cast<int>(min(std::int64_t{kBlockTokens}, count_ - first));
+    std::uint32_t bit = 1;
+#pragma unroll 1
+    for (int i = 0; i < left && bit != 0; i += kLanes, bit <<= 1) {
+#pragma unroll
+      for (std::size_t j = 0; j < kEach; ++j) {
+        if (i + static_cast<int>(j) < left) add(j, bit, entry(first + i + j));
+      }
+    }
   }
 
-  // In lane layout of the list: the entries that the next round of beta looks at.
-  VERKV_DEVICE std::uint32_t& active(std::int64_t block, int lane) const {
-    return shared_.search.active[block * kLanes + lane];
+  // Bits of the list in lane layout, those of a thread.
+  VERKV_DEVICE std::uint32_t* active(std::int64_t block, int part) const {
+    return shared_.search.active + block * kLanes + part * static_cast<int>(kEach);
   }
 
   // The first round of beta, from `at`, over the keys up to the threshold: those that count are the
   // ones for the next round to look at, as in Head::solve_beta.
-  VERKV_DEVICE void first_sums(std::int64_t block, int lane, float threshold, float at,
-                               float (&sum)[2][1]) const {
-    std::uint32_t kept = 0;
-    std::uint32_t bit = 1;
-    for_lane(block, lane, [&](const Entry& e) {
+  VERKV_DEVICE void first_sums(int block, int part, float threshold, float at,
+                               float (&sum)[2][kEach]) const {
+    std::uint32_t kept[kEach] = {};
+    for_entries(block, part, [&](std::size_t j, std::uint32_t bit, const Entry& e) {
       if ((e.key <= threshold) & (e.weight > at * e.odds)) {
-        sum[0][0] += e.weight;
-        sum[1][0] += e.odds;
-        kept |= bit;
+        sum[0][j] += e.weight;
+        sum[1][j] += e.odds;
+        kept[j] |= bit;
       }
-      bit <<= 1;
     });
-    active(block, lane) = kept;
+#pragma unroll
+    for (std::size_t j = 0; j < kEach; ++j) active(block, part)[j] = kept[j];
   }
 
-  VERKV_DEVICE void active_sums(std::int64_t block, int lane, float at, float (&sum)[2][1]) const {
-    const std::uint32_t* index = index_ + block * kBlockTokens + lane;
-    std::uint32_t kept = 0;
-    for (std::uint32_t left = active(block, lane); left != 0;) {
-      const std::uint32_t lowest = left & -left;
-      left ^= lowest;
-      const std::uint32_t position = index[(31 - __clz(static_cast<int>(lowest))) * kLanes];
-      const float w = weight_[position];
-      const float rho = to_float(odds_[position]);
-      if (w > at * rho) {
-        sum[0][0] += w;
-        sum[1][0] += rho;
-        kept |= lowest;
+  VERKV_DEVICE void active_sums(int block, int part, float at, float (&sum)[2][kEach]) const {
+    std::uint32_t* words = active(block, part);
+    const std::uint32_t* index =
+        index_ + std::int64_t{block} * kBlockTokens + part * static_cast<int>(kEach);
+#pragma unroll
+    for (std::size_t j = 0; j < kEach; ++j) {
+      std::uint32_t kept = 0;
+      for (std::uint32_t left = words[j]; left != 0;) {
+        const std::uint32_t lowest = left & -left;
+        left ^= lowest;
+        const int row = 31 - __clz(static_cast<int>(lowest));
+        const std::uint32_t position = index[row * kLanes + static_cast<int>(j)];
+        const float w = weight_[position];
+        const float rho = to_float(odds_[position]);
+        if (w > at * rho) {
+          sum[0][j] += w;
+          sum[1][j] += rho;
+          kept |= lowest;
+        }
       }
+      words[j] = kept;
     }
-    active(block, lane) = kept;
   }
 
   VERKV_DEVICE double evaluate(float threshold, float& out_beta) {
     float unused[1];
     const float beta = newton([&](int round, float at, double& weight, double& odds) {
       double sums[2];
-      lane_sums<1, 0>(
+      lane_sums<0>(
           shared_, blocks(),
-          [&](std::int64_t block, int lane, float(&sum)[2][1], float(&)[1]) {
+          [&](int block, int part, float(&sum)[2][kEach], float(&)[1]) {
             if (round == 0) {
-              first_sums(block, lane, threshold, at, sum);
+              first_sums(block, part, threshold, at, sum);
             } else {
-              active_sums(block, lane, at, sum);
+              active_sums(block, part, at, sum);
             }
           },
           sums, unused);
@@ -271,13 +286,13 @@ class ThresholdSearch {
     });
     double variance[1];
     float jump[1];
-    lane_sums<1, 1>(
+    lane_sums<1>(
         shared_, blocks(),
-        [&](std::int64_t block, int lane, float(&sum)[1][1], float(&top)[1]) {
-          for_lane(block, lane, [&](const Entry& e) {
+        [&](int block, int part, float(&sum)[1][kEach], float(&top)[1]) {
+          for_entries(block, part, [&](std::size_t j, std::uint32_t, const Entry& e) {
             const bool in = e.key <= threshold;
             const Tail tail = tail_of(e.weight, e.odds, beta, e.quotient);
-            sum[0][0] += in ? tail.variance : 0.0f;
+            sum[0][j] += in ? tail.variance : 0.0f;
             if (in) top[0] = fmaxf(top[0], tail.jump);
           });
         },
@@ -304,25 +319,24 @@ class ThresholdSearch {
     double sums[3];
     float tops[2];
     int open_found = 0;
-    lane_sums<1, 2>(
+    lane_sums<2>(
         shared_, blocks(),
-        [&](std::int64_t block, int lane, float(&sum)[3][1], float(&top)[2]) {
-          std::uint32_t kept = 0;
-          std::uint32_t bit = 1;
-          for_lane(block, lane, [&](const Entry& e) {
+        [&](int block, int part, float(&sum)[3][kEach], float(&top)[2]) {
+          std::uint32_t kept[kEach] = {};
+          for_entries(block, part, [&](std::size_t j, std::uint32_t bit, const Entry& e) {
             const bool in = settles_in(e);
             const bool out = settles_out(e);
-            sum[0][0] += in ? e.weight : 0.0f;
-            sum[1][0] += in ? e.odds : 0.0f;
-            sum[2][0] += out ? e.weight * e.quotient : 0.0f;
+            sum[0][j] += in ? e.weight : 0.0f;
+            sum[1][j] += in ? e.odds : 0.0f;
+            sum[2][j] += out ? e.weight * e.quotient : 0.0f;
             const float rho = fmaxf(e.odds, 1.0f);
             if (in) top[0] = fmaxf(top[0], rho);
             if (out) top[1] = fmaxf(top[1], e.quotient * rho);
-            if (!(in | out | (e.key > bad_))) kept |= bit;
-            bit <<= 1;
+            if (!(in | out | (e.key > bad_))) kept[j] |= bit;
             open_found += open(e.key);
           });
-          active(block, lane) = kept;
+#pragma unroll
+          for (std::size_t j = 0; j < kEach; ++j) active(block, part)[j] = kept[j];
         },
         sums, tops);
     if (threadIdx.x == 0) {  // read again after the barriers below
@@ -336,7 +350,7 @@ class ThresholdSearch {
     keep_in_order(
         count_, [this](std::int64_t i) { return index_[i]; },
         [&](std::int64_t i) {
-          const std::uint32_t word = active(i / kBlockTokens, static_cast<int>(i % kLanes));
+          const std::uint32_t word = *(active(i / kBlockTokens, 0) + i % kLanes);
           return (word >> (i % kBlockTokens / kLanes) & 1u) != 0;
         });
     return count_in_block(shared_, open_found);

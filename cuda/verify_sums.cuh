@@ -15,6 +15,11 @@ inline constexpr int kVerifyBlocks = 2;
 inline constexpr int kVerifyWarps = kVerifyThreads / 32;
 inline constexpr int kHalfWarps = kVerifyThreads / kLanes;
 static_assert(kHalfWarps <= 32, "a warp scans what the half warps have");
+// Lanes that a thread adds up, side by side, so that one load brings the tokens of all of them and
+// few threads fold.
+inline constexpr std::size_t kEach = 4;
+inline constexpr int kParts = kLanes / static_cast<int>(kEach);
+inline constexpr int kRows = kBlockTokens / kLanes;
 // Block sums kept at a time: 2^20 tokens.
 inline constexpr int kSumSlots = 2048;
 inline constexpr int kMostSums = 3;
@@ -87,7 +92,6 @@ VERKV_DEVICE float top_of_warps(const VerifyShared& shared, unsigned t) {
 
 // fold16 of kernels.hpp where thread t of 16 / kEach neighbours holds lanes kEach * t and on. The
 // whole warp calls.
-template <std::size_t kEach>
 VERKV_DEVICE float fold_lanes(float (&lane)[kEach]) {
 #pragma unroll
   for (int half = kLanes / static_cast<int>(kEach) / 2; half > 0; half /= 2) {
@@ -107,10 +111,9 @@ VERKV_DEVICE float fold_lanes(float (&lane)[kEach]) {
 // terms(block, part, sums, top) adds lanes kEach * part and on of a block up, ascending, to
 // sums[s][lane - kEach * part]; it is called for 16 / kEach neighbours together, and must not
 // synchronise beyond them. All threads call and get the results.
-template <std::size_t kEach, std::size_t kTops, std::size_t kSums, class Terms>
-VERKV_DEVICE void lane_sums(VerifyShared& shared, std::int64_t blocks, Terms&& terms,
-                            double (&out)[kSums], float (&out_top)[kTops > 0 ? kTops : 1]) {
-  constexpr int kParts = kLanes / static_cast<int>(kEach);
+template <std::size_t kTops, std::size_t kSums, class Terms>
+VERKV_DEVICE void lane_sums(VerifyShared& shared, int blocks, Terms&& terms, double (&out)[kSums],
+                            float (&out_top)[kTops > 0 ? kTops : 1]) {
   const int part = threadIdx.x % kParts;
   const unsigned warp = threadIdx.x / 32;
   double total = 0;
@@ -127,8 +130,8 @@ VERKV_DEVICE void lane_sums(VerifyShared& shared, std::int64_t blocks, Terms&& t
     put_tops();
     __syncthreads();
   }
-  for (std::int64_t first = 0; first < blocks; first += kSumSlots) {
-    const int count = static_cast<int>(min(std::int64_t{kSumSlots}, blocks - first));
+  for (int first = 0; first < blocks; first += kSumSlots) {
+    const int count = min(kSumSlots, blocks - first);
     // All of a warp makes the same rounds: its folds are one instruction.
     const int own = threadIdx.x / kParts;
     for (int b = own; b - own % (32 / kParts) < count; b += kVerifyThreads / kParts) {
