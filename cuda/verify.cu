@@ -424,7 +424,7 @@ class Head {
   VERKV_DEVICE void add_tails(int block, int part, float beta, float (&sum)[kEach], float& top,
                               Each&& each, Masks&... masks) const {
     float jump = 0;
-    bool quick = true;
+    std::uint32_t least = ~0u;
     const auto add_with = [&](auto&& quotient) {
       for_rows(
           block, part,
@@ -442,10 +442,10 @@ class Head {
           masks...);
     };
     add_with([&](float w, float rho) {
-      quick = quick && is_quick(w);
+      least = min(least, quickness(w));
       return quick_quotient(w, rho);
     });
-    if (!quick) {
+    if (least < kQuick) {
 #pragma unroll
       for (float& x : sum) x = 0;
       jump = 0;

@@ -23,13 +23,10 @@ VERKV_DEVICE Tail tail_of(float w, float rho, float beta, float t) {
           inside ? w * t : beta * (2.0f * w - edge)};
 }
 
-// Weights from here on, and those that are 0, have quick quotients.
-constexpr float kQuickWeight = 1e-28f;
-
-// w / rho, correctly rounded, where w >= kQuickWeight and w <= beta * rho. Odds have 9 significant
-// bits, so no quotient is nearer than 2^-10 of its last place to where rounding changes; the
-// remainder is exact, and corrects a product with a reciprocal that is off by a place or two. Both
-// bounds keep out what underflows: beta is below 2^32.
+// w / rho, correctly rounded, where quickness(w) >= kQuick and w <= beta * rho. Odds have 9
+// significant bits, so no quotient is nearer than 2^-10 of its last place to where rounding
+// changes; the remainder is exact, and corrects a product with a reciprocal that is off by a place
+// or two. Both bounds keep out what underflows: beta is below 2^32.
 VERKV_DEVICE float quick_quotient(float w, float rho) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(rho));
@@ -37,14 +34,13 @@ VERKV_DEVICE float quick_quotient(float w, float rho) {
   return fmaf(fmaf(-rho, q, w), y, q);
 }
 
-VERKV_DEVICE bool is_quick(float w) {
-  // 0 wraps around to the top.
-  return __float_as_uint(w) - 1 >= __float_as_uint(kQuickWeight) - 1;
-}
+// In the order of the weights, but 0, which has a quick quotient, is on top.
+VERKV_DEVICE std::uint32_t quickness(float w) { return __float_as_uint(w) - 1; }
+constexpr std::uint32_t kQuick = 0x10fd8000;  // of about 1e-28
 
-// w / rho, for any weight; where w > beta * rho, what is_quick lets through is no quotient.
+// w / rho, for any weight; where w > beta * rho, the quick way gives none.
 VERKV_DEVICE float quotient(float w, float rho) {
-  return is_quick(w) ? quick_quotient(w, rho) : w / rho;
+  return quickness(w) >= kQuick ? quick_quotient(w, rho) : w / rho;
 }
 
 // is_ruled_out(w, rho, ruled_out_below(threshold)) is true of no token whose fetch_key is above the
