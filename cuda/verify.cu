@@ -8,70 +8,103 @@
 #include "step_kernels.hpp"
 #include "verify_search.cuh"
 #include "verify_sums.cuh"
+#include "verify_terms.cuh"
 
 namespace verkv::cuda {
 namespace {
 
 VERKV_DEVICE bool is_low(Positive16 odds) { return odds.bits < kPositive16Infinity.bits; }
+VERKV_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
-// One query head of a row, and the passes over its tokens.
+// What neighbouring lanes have of something, moved by one instruction.
+template <class T>
+struct alignas(kEach * sizeof(T)) Own {
+  T lane[kEach];
+};
+
+// A thread's tokens of a row of 16.
+struct Row {
+  float weight[kEach];
+  float odds[kEach];
+};
+
+// Words of a mask in the making: eight rows at a time, so that a token's bit is a constant.
+struct MaskWords {
+  Own<std::uint32_t> word{};
+  std::uint32_t eight[kEach] = {};
+
+  VERKV_DEVICE void set(std::size_t j, int row) { eight[j] |= 1u << row; }
+  VERKV_DEVICE void close(int first_row) {
+#pragma unroll
+    for (std::size_t j = 0; j < kEach; ++j) {
+      word.lane[j] |= eight[j] << first_row;
+      eight[j] = 0;
+    }
+  }
+};
+
+// One query head of a row, and the passes over its tokens. A word of a mask belongs to one thread
+// in all of them.
 class Head {
  public:
-  VERKV_DEVICE Head(const StepArguments& arguments, const HeadView& view, std::int64_t query_head,
-                    const std::uint32_t* fetched)
+  VERKV_DEVICE Head(const StepArguments& arguments, const HeadView& view, std::int64_t query_head)
       : tokens_(view.compressed),
-        blocks_((view.compressed + kBlockTokens - 1) / kBlockTokens),
+        blocks_(static_cast<int>((view.compressed + kBlockTokens - 1) / kBlockTokens)),
         odds_(view.odds),
         weight_(arguments.workspace.weight + query_head * arguments.workspace.token_stride),
-        active_(arguments.workspace.active + query_head * arguments.workspace.mask_stride),
-        fetched_(fetched) {}
+        active_(arguments.workspace.active + query_head * arguments.workspace.mask_stride) {}
 
   // Logits to weights, D over L and what the first round of beta needs.
   VERKV_DEVICE double to_weights(VerifyShared& shared, float shift, double& out_weight,
                                  double& out_odds) const {
-    double sums[3];
-    float unused = 0;
-    lane_sums(
+    double sums[2];
+    float no_number[1];
+    lane_sums<1>(
         shared, blocks_,
-        [&](std::int64_t block, int lane, float(&sum)[3], float&) {
-          std::uint32_t bits = 0;
-          for_lane(block, lane, [&](int k, std::int64_t i) {
-            const Positive16 odds = odds_[i];
-            const float w = is_low(odds) ? weight_exp(weight_[i] - shift) : 0.0f;
-            weight_[i] = w;
-            sum[0] += w;
-            if (w > 0) {
-              sum[1] += w;
-              sum[2] += to_float(odds);
-              bits |= 1u << k;
+        [&](int block, int part, float(&sum)[2][kEach], float(&nan)[1]) {
+          for_rows(block, part, [&](int, Own<float>* at, const Row& row) {
+            Own<float> w;
+#pragma unroll
+            for (std::size_t j = 0; j < kEach; ++j) {
+              // Never above 0: the shift is the largest of these logits, or more.
+              const float x = row.weight[j] - shift;
+              const bool none = (x < -87.0f) | !(row.odds[j] < infinity());
+              const float weight = weight_exp_within(x);
+              w.lane[j] = none ? 0.0f : weight;
+              sum[0][j] += w.lane[j];
+              sum[1][j] += none ? 0.0f : row.odds[j];
             }
+            *at = w;
           });
-          active_[block * kLanes + lane] = bits;
+          // D is no number where a weight is none, but beta leaves those out.
+          float all = 0;
+#pragma unroll
+          for (const float x : sum[0]) all += x;
+          if (!(all >= 0)) {
+            nan[0] = 1;
+            positive_sums(block, part, sum);
+          }
         },
-        sums, unused);
-    out_weight = sums[1];
-    out_odds = sums[2];
-    return sums[0];
+        sums, no_number);
+    out_weight = sums[0];
+    out_odds = sums[1];
+    return no_number[0] > 0 ? __longlong_as_double(0x7ff8000000000000ll) : sums[0];
   }
 
-  // The first round of beta over what is not fetched.
-  VERKV_DEVICE void first_sums(VerifyShared& shared, double& out_weight, double& out_odds) const {
+  // The first round of beta over what is not fetched. Fetched tokens weigh nothing from here on.
+  VERKV_DEVICE void first_sums(VerifyShared& shared, const std::uint32_t* fetched,
+                               double& out_weight, double& out_odds) const {
     double sums[2];
-    float unused = 0;
-    lane_sums(
+    float unused[1];
+    lane_sums<0>(
         shared, blocks_,
-        [&](std::int64_t block, int lane, float(&sum)[2], float&) {
-          std::uint32_t bits = 0;
-          const std::uint32_t gone = fetched_[block * kLanes + lane];
-          for_lane(block, lane, [&](int k, std::int64_t i) {
-            const float w = weight_[i];
-            if (w > 0 && (gone >> k & 1u) == 0) {
-              sum[0] += w;
-              sum[1] += to_float(odds_[i]);
-              bits |= 1u << k;
-            }
+        [&](int block, int part, float(&sum)[2][kEach], float(&)[1]) {
+          float* weight = weight_ + first_of(block, part);
+          each_bit(load(fetched, block, part), [&](std::size_t j, unsigned k) {
+            in_row(weight + j, k) = 0;
+            return true;
           });
-          active_[block * kLanes + lane] = bits;
+          positive_sums(block, part, sum);
         },
         sums, unused);
     out_weight = sums[0];
@@ -79,21 +112,23 @@ class Head {
   }
 
   // beta from the sums of its first round. The set of tokens with w > beta * rho only shrinks as
-  // beta rises, so a round looks at those of the round before.
-  VERKV_DEVICE float solve_beta(VerifyShared& shared, double weight, double odds) const {
+  // beta rises, so a round looks at those of the round before. `likely_mask` not null: where beta
+  // is not 0, it gets the bits of the tokens for which likely(weight, odds) holds.
+  template <class Likely>
+  VERKV_DEVICE float solve_beta(VerifyShared& shared, double weight, double odds,
+                                std::uint32_t* likely_mask, Likely&& likely) const {
     float beta = 0;
     for (int round = 0; round < 100; ++round) {
       if (round > 0) {
         double sums[2];
-        float unused = 0;
-        lane_sums(
+        float unused[1];
+        lane_sums<0>(
             shared, blocks_,
-            [&](std::int64_t block, int lane, float(&sum)[2], float&) {
-              // Most tokens are still there in the second round: their loads had better overlap.
+            [&](int block, int part, float(&sum)[2][kEach], float(&)[1]) {
               if (round == 1) {
-                all_sums(block, lane, beta, sum);
+                all_sums(block, part, beta, sum, likely_mask, likely);
               } else {
-                active_sums(block, lane, beta, sum);
+                active_sums(block, part, beta, sum);
               }
             },
             sums, unused);
@@ -106,66 +141,83 @@ class Head {
     }
     return beta;
   }
+  VERKV_DEVICE float solve_beta(VerifyShared& shared, double weight, double odds) const {
+    return solve_beta(shared, weight, odds, nullptr, [](float, float) { return false; });
+  }
 
-  // The certificate over what is not fetched (`fetched_` null: over everything), enlarged outward.
+  // The certificate over all tokens that weigh something, enlarged outward.
   VERKV_DEVICE double certificate_at(VerifyShared& shared, float beta, double denominator,
                                      double log_term) const {
     double variance[1];
-    float jump = 0;
-    lane_sums(
+    float jump[1];
+    lane_sums<1>(
         shared, blocks_,
-        [&](std::int64_t block, int lane, float(&sum)[1], float& top) {
-          const std::uint32_t gone = fetched_ != nullptr ? fetched_[block * kLanes + lane] : 0;
-          for_lane(block, lane, [&](int k, std::int64_t i) {
-            const float w = weight_[i];
-            if (w > 0 && (gone >> k & 1u) == 0) add_tail(w, to_float(odds_[i]), beta, sum[0], top);
-          });
+        [&](int block, int part, float(&sum)[1][kEach], float(&top)[1]) {
+          add_tails(block, part, beta, sum[0], top[0], [](std::size_t, int, float, float) {});
         },
         variance, jump);
-    return bound_of(beta, variance[0], jump, denominator, log_term);
+    return bound_of(beta, variance[0], jump[0], denominator, log_term);
   }
 
-  // The same over everything, and on the way the bits of the tokens for which wants(weight, odds)
-  // holds; out_count: how many.
+  // The same, and on the way the bits of the tokens for which wants(weight, key) holds; out_count:
+  // how many.
   template <class Wants>
   VERKV_DEVICE double certificate_and_select(VerifyShared& shared, float beta, double denominator,
                                              double log_term, std::uint32_t* mask, Wants&& wants,
                                              std::int64_t& out_count) const {
     double variance[1];
-    float jump = 0;
+    float jump[1];
     int count = 0;
-    lane_sums(
+    lane_sums<1>(
         shared, blocks_,
-        [&](std::int64_t block, int lane, float(&sum)[1], float& top) {
-          std::uint32_t bits = 0;
-          for_lane(block, lane, [&](int k, std::int64_t i) {
-            const float w = weight_[i];
-            if (!(w > 0)) return;
-            const float rho = to_float(odds_[i]);
-            add_tail(w, rho, beta, sum[0], top);
-            if (wants(w, rho)) bits |= 1u << k;
-          });
-          mask[block * kLanes + lane] = bits;
-          count += __popc(bits);
+        [&](int block, int part, float(&sum)[1][kEach], float(&top)[1]) {
+          MaskWords bits;
+          add_tails(
+              block, part, beta, sum[0], top[0],
+              [&](std::size_t j, int row, float w, float key) {
+                if ((w > 0) & wants(w, key)) bits.set(j, row);
+              },
+              bits);
+          count += put(mask, block, part, bits.word);
         },
         variance, jump);
     out_count = count_in_block(shared, count);
-    return bound_of(beta, variance[0], jump, denominator, log_term);
+    return bound_of(beta, variance[0], jump[0], denominator, log_term);
   }
 
-  // Sets the bits of the tokens for which wants(token) holds; returns how many.
+  // Sets the bits of the tokens for which wants(weight, odds) holds; returns how many.
   template <class Wants>
   VERKV_DEVICE std::int64_t select(VerifyShared& shared, std::uint32_t* mask, Wants&& wants) const {
     int count = 0;
-    for (std::int64_t block = threadIdx.x / kLanes; block < blocks_; block += kHalfWarps) {
-      const int lane = threadIdx.x % kLanes;
-      std::uint32_t bits = 0;
-      for_lane(block, lane, [&](int k, std::int64_t i) {
-        if (wants(i)) bits |= 1u << k;
+    for_words([&](int block, int part) {
+      MaskWords bits;
+      for_rows(
+          block, part,
+          [&](int row, const Own<float>*, const Row& tokens) {
+#pragma unroll
+            for (std::size_t j = 0; j < kEach; ++j) {
+              if (wants(tokens.weight[j], tokens.odds[j])) bits.set(j, row);
+            }
+          },
+          bits);
+      count += put(mask, block, part, bits.word);
+    });
+    return count_in_block(shared, count);
+  }
+
+  // Keeps the bits of the mask for which wants(weight, odds) holds; returns how many.
+  template <class Wants>
+  VERKV_DEVICE std::int64_t select_among(VerifyShared& shared, std::uint32_t* mask,
+                                         Wants&& wants) const {
+    int count = 0;
+    for_words([&](int block, int part) {
+      const float* weight = weight_ + first_of(block, part);
+      const Positive16* odds = odds_ + first_of(block, part);
+      const auto kept = each_bit(load(mask, block, part), [&](std::size_t j, unsigned k) {
+        return wants(in_row(weight + j, k), to_float(in_row(odds + j, k)));
       });
-      mask[block * kLanes + lane] = bits;
-      count += __popc(bits);
-    }
+      count += put(mask, block, part, kept);
+    });
     return count_in_block(shared, count);
   }
 
@@ -193,25 +245,214 @@ class Head {
     return count_in_block(shared, counted);
   }
 
-  VERKV_DEVICE float weight(std::int64_t i) const { return weight_[i]; }
-  VERKV_DEVICE Positive16 odds(std::int64_t i) const { return odds_[i]; }
   VERKV_DEVICE std::int64_t tokens() const { return tokens_; }
   VERKV_DEVICE const float* weights() const { return weight_; }
   VERKV_DEVICE const Positive16* all_odds() const { return odds_; }
 
  private:
-  template <class Visit>
-  VERKV_DEVICE void for_lane(std::int64_t block, int lane, Visit&& visit) const {
-    const std::int64_t base = block * kBlockTokens + lane;
-    const int count = static_cast<int>(
-        min(std::int64_t{kBlockTokens / kLanes}, (tokens_ - base + kLanes - 1) / kLanes));
-#pragma unroll 8
-    for (int k = 0; k < count; ++k) visit(k, base + k * kLanes);
+  static constexpr int kAtOnce = 4;
+
+  VERKV_DEVICE static std::int64_t first_of(int block, int part) {
+    return std::int64_t{block} * kBlockTokens + part * static_cast<int>(kEach);
   }
 
-  VERKV_DEVICE static void add_tail(float w, float rho, float beta, float& variance, float& jump) {
-    variance += variance_term(w, rho, beta);
-    jump = fmaxf(jump, jump_term(w, rho, beta));
+  // A thread's words of a mask.
+  VERKV_DEVICE static Own<std::uint32_t> load(const std::uint32_t* mask, std::int64_t block,
+                                              int part) {
+    return reinterpret_cast<const Own<std::uint32_t>*>(mask)[std::int64_t{block} * kParts + part];
+  }
+  // Returns how many bits are set.
+  VERKV_DEVICE static int put(std::uint32_t* mask, int block, int part,
+                              const Own<std::uint32_t>& word) {
+    reinterpret_cast<Own<std::uint32_t>*>(mask)[std::int64_t{block} * kParts + part] = word;
+    int count = 0;
+#pragma unroll
+    for (const std::uint32_t bits : word.lane) count += __popc(bits);
+    return count;
+  }
+
+  // The weight or the odds of a token `row` rows behind the one of `first`: one instruction for the
+  // address.
+  template <class T>
+  VERKV_DEVICE static T& in_row(T* first, unsigned row) {
+    using Bytes = std::conditional_t<std::is_const_v<T>, const char, char>;
+    return *reinterpret_cast<T*>(reinterpret_cast<Bytes*>(first) +
+                                 std::uint64_t{row} * (kLanes * sizeof(T)));
+  }
+
+  // keep(lane of the thread, row) for every bit, by lane and ascending; returns the bits kept.
+  template <class Keep>
+  VERKV_DEVICE static Own<std::uint32_t> each_bit(const Own<std::uint32_t>& word, Keep&& keep) {
+    Own<std::uint32_t> kept;
+#pragma unroll
+    for (std::size_t j = 0; j < kEach; ++j) {
+      kept.lane[j] = 0;
+      for (std::uint32_t left = word.lane[j]; left != 0;) {
+        const std::uint32_t lowest = left & -left;
+        left ^= lowest;
+        if (keep(j, 31u - __clz(static_cast<int>(lowest)))) kept.lane[j] |= lowest;
+      }
+    }
+    return kept;
+  }
+
+  // visit(block, part) for the words of a thread, those that it has in lane_sums.
+  template <class Visit>
+  VERKV_DEVICE void for_words(Visit&& visit) const {
+    for (int block = threadIdx.x / kParts; block < blocks_; block += kVerifyThreads / kParts)
+      visit(block, static_cast<int>(threadIdx.x % kParts));
+  }
+
+  // The odds of a thread's tokens of a row, two to a word.
+  struct alignas(kEach * sizeof(Positive16)) OddsWords {
+    std::uint32_t word[kEach / 2];
+  };
+
+  VERKV_DEVICE static Row row_of(const Own<float>& weight, const OddsWords& odds) {
+    Row row;
+#pragma unroll
+    for (std::size_t j = 0; j < kEach; j += 2) {
+      const std::uint32_t two = odds.word[j / 2];
+      row.weight[j] = weight.lane[j];
+      row.weight[j + 1] = weight.lane[j + 1];
+      row.odds[j] = __uint_as_float((two & 0xffffu) << 15);
+      row.odds[j + 1] = __uint_as_float(two >> 1 & 0x7fff8000u);
+    }
+    return row;
+  }
+
+  // visit(row % 8, where the weights are, the row) for the thread's tokens of a block, ascending,
+  // with odds of infinity behind the last token. Closes the masks, whose bits are by row % 8.
+  template <class Visit, class... Masks>
+  VERKV_DEVICE void for_rows(int block, int part, Visit&& visit, Masks&... masks) const {
+    const std::int64_t first = first_of(block, part);
+    auto* weight = reinterpret_cast<Own<float>*>(weight_ + first);
+    const auto* odds = reinterpret_cast<const OddsWords*>(odds_ + first);
+    const std::int64_t left = tokens_ - std::int64_t{block} * kBlockTokens;
+    const int full = left < kBlockTokens ? static_cast<int>(left) / kLanes : kRows;
+    int begin = 0;
+    for (; begin + kAtOnce <= full; begin += kAtOnce) {
+      Own<float> w[kAtOnce];
+      OddsWords rho[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        w[k] = weight[(begin + k) * kParts];
+        rho[k] = odds[(begin + k) * kParts];
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        visit(k, weight + (begin + k) * kParts, row_of(w[k], rho[k]));
+      (masks.close(begin), ...);
+    }
+    if (left >= kBlockTokens) return;
+      // The last block.
+#pragma unroll 1
+    for (; begin * kLanes < left; begin += kAtOnce) {
+#pragma unroll 1
+      for (int k = 0; k < kAtOnce && (begin + k) * kLanes < left; ++k) {
+        Row row;
+#pragma unroll
+        for (std::size_t j = 0; j < kEach; ++j) {
+          const std::int64_t i = first + (begin + k) * kLanes + j;
+          row.weight[j] = i < tokens_ ? weight_[i] : 0.0f;
+          row.odds[j] = i < tokens_ ? to_float(odds_[i]) : infinity();
+        }
+        visit(k, weight + (begin + k) * kParts, row);
+      }
+      (masks.close(begin), ...);
+    }
+  }
+
+  VERKV_DEVICE void positive_sums(int block, int part, float (&sum)[2][kEach]) const {
+#pragma unroll
+    for (std::size_t j = 0; j < kEach; ++j) sum[0][j] = sum[1][j] = 0;
+    for_rows(block, part, [&](int, const Own<float>*, const Row& row) {
+#pragma unroll
+      for (std::size_t j = 0; j < kEach; ++j) {
+        if (row.weight[j] > 0) {
+          sum[0][j] += row.weight[j];
+          sum[1][j] += row.odds[j];
+        }
+      }
+    });
+  }
+
+  // Weights of 0 are not above beta * odds either.
+  template <class Likely>
+  VERKV_DEVICE void all_sums(int block, int part, float beta, float (&sum)[2][kEach],
+                             std::uint32_t* likely_mask, Likely&& likely) const {
+    MaskWords active;
+    MaskWords marked;
+    for_rows(
+        block, part,
+        [&](int k, const Own<float>*, const Row& row) {
+#pragma unroll
+          for (std::size_t j = 0; j < kEach; ++j) {
+            if (row.weight[j] > beta * row.odds[j]) {
+              sum[0][j] += row.weight[j];
+              sum[1][j] += row.odds[j];
+              active.set(j, k);
+            }
+            if (likely(row.weight[j], row.odds[j])) marked.set(j, k);
+          }
+        },
+        active, marked);
+    put(active_, block, part, active.word);
+    if (likely_mask != nullptr) put(likely_mask, block, part, marked.word);
+  }
+
+  VERKV_DEVICE void active_sums(int block, int part, float beta, float (&sum)[2][kEach]) const {
+    const float* weight = weight_ + first_of(block, part);
+    const Positive16* odds = odds_ + first_of(block, part);
+    const Own<std::uint32_t> after =
+        each_bit(load(active_, block, part), [&](std::size_t j, unsigned k) {
+          const float w = in_row(weight + j, k);
+          const float rho = to_float(in_row(odds + j, k));
+          const bool above = w > beta * rho;
+          if (above) {
+            sum[0][j] += w;
+            sum[1][j] += rho;
+          }
+          return above;
+        });
+    put(active_, block, part, after);
+  }
+
+  // Adds what the thread's tokens that weigh something have in the certificate, and calls
+  // each(lane of the thread, row % 8, weight, key), which may set bits of the masks.
+  template <class Each, class... Masks>
+  VERKV_DEVICE void add_tails(int block, int part, float beta, float (&sum)[kEach], float& top,
+                              Each&& each, Masks&... masks) const {
+    float jump = 0;
+    std::uint32_t least = ~0u;
+    const auto add_with = [&](auto&& quotient) {
+      for_rows(
+          block, part,
+          [&](int k, const Own<float>*, const Row& row) {
+#pragma unroll
+            for (std::size_t j = 0; j < kEach; ++j) {
+              const float w = row.weight[j];
+              const Tail tail = tail_of(w, row.odds[j], beta, quotient(w, row.odds[j]));
+              // Without a weight, the jump is 0 or no number, which fmaxf leaves out.
+              sum[j] += w > 0 ? tail.variance : 0.0f;
+              jump = fmaxf(jump, tail.jump);
+              each(j, k, w, tail.key);
+            }
+          },
+          masks...);
+    };
+    add_with([&](float w, float rho) {
+      least = min(least, quickness(w));
+      return quick_quotient(w, rho);
+    });
+    if (least < kQuick) {
+#pragma unroll
+      for (float& x : sum) x = 0;
+      jump = 0;
+      ((masks = {}), ...);
+      add_with([](float w, float rho) { return w / rho; });
+    }
+    top = fmaxf(top, jump);
   }
 
   VERKV_DEVICE static double bound_of(float beta, double variance, float jump, double denominator,
@@ -220,45 +461,11 @@ class Head {
     return certificate(terms, denominator, log_term) * kOutward;
   }
 
-  VERKV_DEVICE void all_sums(std::int64_t block, int lane, float beta, float (&sum)[2]) const {
-    const std::uint32_t before = active_[block * kLanes + lane];
-    std::uint32_t after = 0;
-    for_lane(block, lane, [&](int k, std::int64_t i) {
-      const float w = weight_[i];
-      const float rho = to_float(odds_[i]);
-      if ((before >> k & 1u) != 0 && w > beta * rho) {
-        sum[0] += w;
-        sum[1] += rho;
-        after |= 1u << k;
-      }
-    });
-    active_[block * kLanes + lane] = after;
-  }
-
-  VERKV_DEVICE void active_sums(std::int64_t block, int lane, float beta, float (&sum)[2]) const {
-    const std::uint32_t before = active_[block * kLanes + lane];
-    std::uint32_t after = before;
-    const std::int64_t base = block * kBlockTokens + lane;
-    for (std::uint32_t left = before; left != 0; left &= left - 1) {
-      const int k = __ffs(static_cast<int>(left)) - 1;
-      const float w = weight_[base + k * kLanes];
-      const float rho = to_float(odds_[base + k * kLanes]);
-      if (w > beta * rho) {
-        sum[0] += w;
-        sum[1] += rho;
-      } else {
-        after &= ~(1u << k);
-      }
-    }
-    if (after != before) active_[block * kLanes + lane] = after;
-  }
-
   std::int64_t tokens_;
-  std::int64_t blocks_;
+  int blocks_;
   const Positive16* odds_;
   float* weight_;
   std::uint32_t* active_;
-  const std::uint32_t* fetched_;
 };
 
 // ---- Statistics ---------------------------------------------------------------------------------
@@ -309,6 +516,7 @@ VERKV_DEVICE void keep_largest(VerifyShared& shared, const StepArguments& argume
   const int lane = threadIdx.x % kLanes;
   const auto rank_of = [&](std::int64_t i) {
     float best = 0;
+#pragma unroll 1
     for (int h = 0; h < group; ++h) {
       const HeadState& state = ws.heads[first_head + h];
       if (!state.usable) continue;
@@ -361,6 +569,7 @@ VERKV_DEVICE void keep_largest(VerifyShared& shared, const StepArguments& argume
     std::int64_t rank = before + rank_of_half_warp(shared, __popc(equal), total);
     before += total;
     const int half_lanes = threadIdx.x % 32 / kLanes * kLanes;
+#pragma unroll 4
     for (int k = 0; k < kBlockTokens / kLanes; ++k) {
       const unsigned row =
           (__ballot_sync(kWholeWarp, (equal >> k & 1u) != 0) >> half_lanes) & 0xffffu;
@@ -420,10 +629,14 @@ VERKV_DEVICE std::int64_t list_moved(VerifyShared& shared, const HeadView& view,
   return before;
 }
 
-// By the last block of a group: what its heads ask for, cut to the limit, and the report.
+// By the last block of a group: what its heads ask for, cut to the limit, and the report. Looks
+// everything up anew: the search for a threshold leaves no register to keep it in.
 VERKV_DEVICE void plan_group(VerifyShared& shared, const StepArguments& arguments,
-                             const HeadView& view, std::int64_t pair, std::int64_t first_head) {
+                             std::int64_t pair) {
   const LayerView& layer = arguments.view.layer;
+  const std::int64_t first_head = pair * layer.group;
+  const std::int64_t slot = arguments.view.slots[pair / layer.kv_heads];
+  const HeadView& view = arguments.view.heads[slot * layer.kv_heads + pair % layer.kv_heads];
   const StepWorkspace& ws = arguments.workspace;
   const std::int64_t words = (view.compressed + kBlockTokens - 1) / kBlockTokens * kLanes;
   std::uint32_t* mask = ws.fetched + pair * ws.mask_stride;
@@ -431,6 +644,7 @@ VERKV_DEVICE void plan_group(VerifyShared& shared, const StepArguments& argument
   for (std::int64_t i = threadIdx.x; i < words; i += kVerifyThreads) {
     std::uint32_t bits = 0;
     if (layer.mode != FetchMode::never) {
+#pragma unroll 4
       for (int h = 0; h < layer.group; ++h)
         bits |= ws.wanted[(first_head + h) * ws.mask_stride + i];
     }
@@ -491,7 +705,8 @@ VERKV_DEVICE double add_residents(VerifyShared& shared, const StepArguments& arg
   return shared.total[0];
 }
 
-__global__ void __launch_bounds__(kVerifyThreads, 1) plan_kernel(const StepArguments arguments) {
+__global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
+    plan_kernel(const StepArguments arguments) {
   __shared__ VerifyShared shared;
   __shared__ bool is_last;
   const StepView& step = arguments.view;
@@ -502,11 +717,10 @@ __global__ void __launch_bounds__(kVerifyThreads, 1) plan_kernel(const StepArgum
   const std::int64_t pair = query_head / layer.group;
   const int slot = step.slots[row];
   if (slot < 0) return;
-  const HeadView view =
+  const HeadView& view =
       step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + pair % layer.kv_heads];
-  const Head head(arguments, view, query_head, nullptr);
+  const Head head(arguments, view, query_head);
   const int lane = threadIdx.x % 32;
-  const float infinity = __int_as_float(0x7f800000);
 
   float shift = minus_infinity();
   for (int s = lane; s < arguments.grid.score_splits; s += 32)
@@ -517,61 +731,83 @@ __global__ void __launch_bounds__(kVerifyThreads, 1) plan_kernel(const StepArgum
   double odds = 0;
   double denominator = head.to_weights(shared, shift, weight, odds);
   denominator = add_residents(shared, arguments, view, query_head, shift, denominator);
-  HeadState state;
-  state.shift = shift;
-  state.denominator = denominator;
-  state.usable =
-      denominator > 0 && denominator < __longlong_as_double(0x7ff0000000000000ll) ? 1 : 0;
+  const bool usable = denominator > 0 && denominator < __longlong_as_double(0x7ff0000000000000ll);
+  // What is known goes out before a search needs the registers.
+  HeadState& state = ws.heads[query_head];
+  if (threadIdx.x == 0) {
+    state.shift = shift;
+    state.denominator = denominator;
+    state.usable = usable ? 1 : 0;
+    state.bound = 0;
+    state.known = 0;
+  }
 
+  float beta = 0;
+  std::int64_t planned = 0;
   const bool plans = view.compressed > 0 && layer.mode != FetchMode::never;
   std::uint32_t* wanted = ws.wanted + query_head * ws.mask_stride;
-  if (plans && layer.mode == FetchMode::always) {
-    state.planned =
-        head.select(shared, wanted, [&](std::int64_t i) { return is_low(head.odds(i)); });
-    if (layer.limit_tokens > 0) state.beta = head.solve_beta(shared, weight, odds);
-  } else if (plans) {
-    state.beta = head.solve_beta(shared, weight, odds);
-    // What the other rules ask for; nothing where D is no number.
-    FetchThreshold threshold{infinity, 0};
-    float floor = infinity;
-    if (state.usable) {
+  const bool always = layer.mode == FetchMode::always;
+  if (plans) {
+    // What the rules other than the certificate ask for; nothing where D is no number.
+    FetchThreshold threshold{infinity(), 0};
+    float floor = infinity();
+    if (usable) {
       double worth = layer.risk * denominator * denominator;
       const double most = static_cast<double>(3.402823466e+38f);
       if (most < worth) worth = most;
       threshold.key = static_cast<float>(worth);
       if (layer.probability != kOff) floor = static_cast<float>(layer.probability * denominator);
     }
-    const auto wants = [&](float w, float rho) {
-      return w > floor || threshold.key < 0 || fetch_key(w, rho, state.beta) > threshold.key;
+    float ruled_out = ruled_out_below(threshold.key);
+    const auto likely = [&](float w, float rho) {
+      return (w > floor) | !is_ruled_out(w, rho, ruled_out);
     };
-    bool search_needed = false;
-    if (layer.epsilon != kOff) {
-      state.bound = head.certificate_and_select(shared, state.beta, denominator, layer.log_term,
-                                                wanted, wants, state.planned);
-      if (!state.usable) state.bound = __longlong_as_double(0x7ff0000000000000ll);
-      state.known = 1;
-      search_needed = state.usable && !(state.bound <= layer.epsilon);
+    const auto wants_key = [&](float w, float key) { return (w > floor) | (key > threshold.key); };
+    const auto wants = [&](float w, float rho) {
+      return w > 0 && wants_key(w, fetch_key(w, rho, beta));
+    };
+    const bool certifies = !always && layer.epsilon != kOff;
+    const bool marks = !always && !certifies;
+    if (!always || layer.limit_tokens > 0)
+      beta = head.solve_beta(shared, weight, odds, marks ? wanted : nullptr, likely);
+    bool looks_at_all = always || (marks && !(beta > 0));
+    if (certifies) {
+      double bound = head.certificate_and_select(shared, beta, denominator, layer.log_term, wanted,
+                                                 wants_key, planned);
+      if (!usable) bound = __longlong_as_double(0x7ff0000000000000ll);
+      if (threadIdx.x == 0) {
+        state.bound = bound;
+        state.known = 1;
+      }
+      if (usable && !(bound <= layer.epsilon)) {
+        ThresholdSearch search(shared, head.weights(), head.all_odds(),
+                               ws.plan_index + query_head * ws.token_stride,
+                               ws.active + query_head * ws.mask_stride, beta, denominator,
+                               layer.log_term, layer.epsilon / kOutward);
+        const FetchThreshold found = search.run(head.tokens());
+        if (!(threshold.key < found.key)) {
+          threshold = found;
+          ruled_out = ruled_out_below(found.key);
+          looks_at_all = true;
+        }
+      }
+    } else if (!looks_at_all) {
+      planned = head.select_among(shared, wanted, wants);
     }
-    if (search_needed) {
-      ThresholdSearch search(shared, head.weights(), head.all_odds(),
-                             ws.plan_index + query_head * ws.token_stride, state.beta, denominator,
-                             layer.log_term, layer.epsilon / kOutward);
-      const FetchThreshold found = search.run(head.tokens());
-      search_needed = !(threshold.key < found.key);
-      if (search_needed) threshold = found;
-    }
-    if (layer.epsilon == kOff || search_needed) {
-      state.planned = head.select(shared, wanted, [&](std::int64_t i) {
-        const float w = head.weight(i);
-        return w > 0 && wants(w, to_float(head.odds(i)));
+    if (looks_at_all) {
+      planned = head.select(shared, wanted, [&](float w, float rho) {
+        return always ? rho < infinity() : likely(w, rho) && wants(w, rho);
       });
     }
     if (threshold.ties > 0) {
-      state.planned += head.select_ties(shared, wanted, state.beta, threshold,
-                                        [&](float w) { return w > floor ? 0 : 1; });
+      planned += head.select_ties(shared, wanted, beta, threshold,
+                                  [&](float w) { return w > floor ? 0 : 1; });
     }
   }
-  if (threadIdx.x == 0) ws.heads[query_head] = state;
+  if (threadIdx.x == 0) {
+    state.planned = planned;
+    state.beta = beta;
+  }
 
   // The last head of a group to get here sees what the others have written.
   __syncthreads();
@@ -583,10 +819,10 @@ __global__ void __launch_bounds__(kVerifyThreads, 1) plan_kernel(const StepArgum
   }
   __syncthreads();
   if (!is_last) return;
-  plan_group(shared, arguments, view, pair, pair * layer.group);
+  plan_group(shared, arguments, pair);
 }
 
-__global__ void __launch_bounds__(kVerifyThreads)
+__global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
     certificate_kernel(const StepArguments arguments) {
   __shared__ VerifyShared shared;
   const StepView& step = arguments.view;
@@ -611,11 +847,11 @@ __global__ void __launch_bounds__(kVerifyThreads)
   if (view.compressed == 0) {
     bound = usable || view.residents() == 0 ? 0 : __longlong_as_double(0x7ff0000000000000ll);
   } else if (state.known == 0 || ws.groups[pair].fetched != 0) {
-    const Head head(arguments, view, query_head, ws.fetched + pair * ws.mask_stride);
+    const Head head(arguments, view, query_head);
     const double denominator = state.denominator;
     double weight = 0;
     double odds = 0;
-    head.first_sums(shared, weight, odds);
+    head.first_sums(shared, ws.fetched + pair * ws.mask_stride, weight, odds);
     const float beta = head.solve_beta(shared, weight, odds);
     bound = __longlong_as_double(0x7ff0000000000000ll);
     if (usable) bound = head.certificate_at(shared, beta, denominator, layer.log_term);

@@ -9,6 +9,7 @@
 #include <verkv/fetch_plan.hpp>
 
 #include "verify_sums.cuh"
+#include "verify_terms.cuh"
 
 namespace verkv::cuda {
 
@@ -23,11 +24,11 @@ struct FetchThreshold {
 class ThresholdSearch {
  public:
   VERKV_DEVICE ThresholdSearch(VerifyShared& shared, const float* weight, const Positive16* odds,
-                               std::uint32_t* index, float beta_all, double denominator,
-                               double log_term, double epsilon)
+                               std::uint32_t* index, std::uint32_t* active, float beta_all,
+                               double denominator, double log_term, double epsilon)
       : shared_(shared), weight_(weight), odds_(odds), index_(index), beta_high_(beta_all) {
     if (threadIdx.x == 0) {
-      shared.search = {denominator, log_term, epsilon, 0, 0, 0, 0, 0, beta_all};
+      shared.search = {denominator, log_term, epsilon, active, 0, 0, 0, 0, 0, beta_all};
     }
     __syncthreads();
   }
@@ -35,14 +36,12 @@ class ThresholdSearch {
   // All threads call and get the result.
   VERKV_DEVICE FetchThreshold run(std::int64_t tokens) {
     start(tokens);
-    std::int64_t open = 0;
-    for (bool first = true;; first = false) {
-      open = count_open();
-      if (open <= kFew) break;
+    std::int64_t open = count_;
+    for (bool first = true; open > kFew; first = false) {
       const float pivot = choose_pivot(open, first);
       if (!(pivot > good_ && pivot < bad_)) break;  // all open keys are equal
       narrow(pivot);
-      compact();
+      open = compact();
     }
     return finish(open);
   }
@@ -54,6 +53,7 @@ class ThresholdSearch {
   struct Entry {
     float weight;
     float odds;
+    float quotient;  // weight / odds, where the key needs it
     float key;
   };
 
@@ -61,29 +61,42 @@ class ThresholdSearch {
     const std::uint32_t position = index_[i];
     const float w = weight_[position];
     const float rho = to_float(odds_[position]);
-    return {w, rho, fetch_key(w, rho, shared_.search.beta_all)};
+    const float t = quotient(w, rho);
+    return {w, rho, t, tail_of(w, rho, shared_.search.beta_all, t).key};
   }
 
   VERKV_DEVICE bool open(float key) const { return key > good_ && key <= bad_; }
 
-  VERKV_DEVICE std::int64_t blocks() const { return (count_ + kBlockTokens - 1) / kBlockTokens; }
+  VERKV_DEVICE int blocks() const {
+    return static_cast<int>((count_ + kBlockTokens - 1) / kBlockTokens);
+  }
 
-  // Keeps, in order, the entries for which keep(i) holds.
+  // Keeps, in order, the entries for which keep(i) holds. A barrier must follow.
   template <class Position, class Keep>
   VERKV_DEVICE void keep_in_order(std::int64_t count, Position&& position, Keep&& keep) {
+    constexpr int kOwn = 4;
     std::int64_t kept = 0;
-    for (std::int64_t first = 0; first < count; first += kVerifyThreads) {
-      const std::int64_t i = first + threadIdx.x;
-      const bool stays = i < count && keep(i);
-      const std::uint32_t at = stays ? position(i) : 0;
+    for (std::int64_t first = 0; first < count; first += kOwn * kVerifyThreads) {
+      const std::int64_t own = first + kOwn * threadIdx.x;
+      std::uint32_t at[kOwn];
+      bool stays[kOwn];
+      int stay = 0;
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) {
+        stays[j] = own + j < count && keep(own + j);
+        at[j] = stays[j] ? position(own + j) : 0;
+        stay += stays[j];
+      }
       int total = 0;
-      const int rank = rank_in_block(shared_, stays, total);
+      std::uint32_t* to = index_ + (kept + rank_by_count(shared_, stay, total));
       // Every entry of this round has been read, and those of later rounds lie behind.
-      if (stays) index_[kept + rank] = at;
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) {
+        if (stays[j]) *to++ = at[j];
+      }
       kept += total;
     }
     count_ = kept;
-    __syncthreads();
   }
 
   // plan_start.
@@ -91,12 +104,7 @@ class ThresholdSearch {
     keep_in_order(
         tokens, [](std::int64_t i) { return static_cast<std::uint32_t>(i); },
         [this](std::int64_t i) { return weight_[i] > 0; });
-  }
-
-  VERKV_DEVICE std::int64_t count_open() {
-    int found = 0;
-    for (std::int64_t i = threadIdx.x; i < count_; i += kVerifyThreads) found += open(entry(i).key);
-    return count_in_block(shared_, found);
+    __syncthreads();
   }
 
   VERKV_DEVICE void narrow(float threshold) {
@@ -172,11 +180,9 @@ class ThresholdSearch {
       if (open(key) && key < bad_) below = raise(below, key);
     }
     below = warp_top(below);
-    if (threadIdx.x % 32 == 0) shared_.warp_top[threadIdx.x / 32] = below;
+    if (threadIdx.x % 32 == 0) shared_.warp_top[0][threadIdx.x / 32] = below;
     __syncthreads();
-    below = top_of_warps(shared_);
-    __syncthreads();
-    return below;
+    return top_of_warps(shared_, 0);  // not written again before the next sums
   }
 
   VERKV_DEVICE double bound_of(double beta, double variance, double jump) const {
@@ -185,14 +191,14 @@ class ThresholdSearch {
            kOutward;
   }
 
-  // newton_beta over sums(beta, out_weight, out_odds).
+  // newton_beta over sums(round, beta, out_weight, out_odds).
   template <class Sums>
   VERKV_DEVICE float newton(Sums&& sums) const {
     float beta = beta_low_;
     for (int round = 0; round < 100; ++round) {
       double weight = 0;
       double odds = 0;
-      sums(beta, weight, odds);
+      sums(round, beta, weight, odds);
       const float next = static_cast<float>(weight / (1 + odds));
       if (next != next) return next;
       if (!(next > beta)) break;
@@ -201,44 +207,99 @@ class ThresholdSearch {
     return beta;
   }
 
+  // add(lane of the thread, bit of the row, entry) for the thread's entries of a block, ascending.
   template <class Add>
-  VERKV_DEVICE void for_lane(std::int64_t block, int lane, Add&& add) const {
-    const std::int64_t end = min(count_, (block + 1) * kBlockTokens);
-    for (std::int64_t i = block * kBlockTokens + lane; i < end; i += kLanes) add(entry(i));
+  VERKV_DEVICE void for_entries(int block, int part, Add&& add) const {
+    const std::int64_t first = std::int64_t{block} * kBlockTokens + part * static_cast<int>(kEach);
+    const int left = static_cast<int>(min(std::int64_t{kBlockTokens}, count_ - first));
+    std::uint32_t bit = 1;
+#pragma unroll 1
+    for (int i = 0; i < left && bit != 0; i += kLanes, bit <<= 1) {
+#pragma unroll
+      for (std::size_t j = 0; j < kEach; ++j) {
+        if (i + static_cast<int>(j) < left) add(j, bit, entry(first + i + j));
+      }
+    }
+  }
+
+  // Bits of the list in lane layout, those of a thread.
+  VERKV_DEVICE std::uint32_t* active(std::int64_t block, int part) const {
+    return shared_.search.active + block * kLanes + part * static_cast<int>(kEach);
+  }
+
+  // The first round of beta, from `at`, over the keys up to the threshold: those that count are the
+  // ones for the next round to look at, as in Head::solve_beta.
+  VERKV_DEVICE void first_sums(int block, int part, float threshold, float at,
+                               float (&sum)[2][kEach]) const {
+    std::uint32_t kept[kEach] = {};
+    for_entries(block, part, [&](std::size_t j, std::uint32_t bit, const Entry& e) {
+      if ((e.key <= threshold) & (e.weight > at * e.odds)) {
+        sum[0][j] += e.weight;
+        sum[1][j] += e.odds;
+        kept[j] |= bit;
+      }
+    });
+#pragma unroll
+    for (std::size_t j = 0; j < kEach; ++j) active(block, part)[j] = kept[j];
+  }
+
+  VERKV_DEVICE void active_sums(int block, int part, float at, float (&sum)[2][kEach]) const {
+    std::uint32_t* words = active(block, part);
+    const std::uint32_t* index =
+        index_ + std::int64_t{block} * kBlockTokens + part * static_cast<int>(kEach);
+#pragma unroll
+    for (std::size_t j = 0; j < kEach; ++j) {
+      std::uint32_t kept = 0;
+      for (std::uint32_t left = words[j]; left != 0;) {
+        const std::uint32_t lowest = left & -left;
+        left ^= lowest;
+        const int row = 31 - __clz(static_cast<int>(lowest));
+        const std::uint32_t position = index[row * kLanes + static_cast<int>(j)];
+        const float w = weight_[position];
+        const float rho = to_float(odds_[position]);
+        if (w > at * rho) {
+          sum[0][j] += w;
+          sum[1][j] += rho;
+          kept |= lowest;
+        }
+      }
+      words[j] = kept;
+    }
   }
 
   VERKV_DEVICE double evaluate(float threshold, float& out_beta) {
-    float unused = 0;
-    const float beta = newton([&](float at, double& weight, double& odds) {
+    float unused[1];
+    const float beta = newton([&](int round, float at, double& weight, double& odds) {
       double sums[2];
-      lane_sums(
+      lane_sums<0>(
           shared_, blocks(),
-          [&](std::int64_t block, int lane, float(&sum)[2], float&) {
-            for_lane(block, lane, [&](const Entry& e) {
-              const bool in = e.key <= threshold && e.weight > at * e.odds;
-              sum[0] += in ? e.weight : 0.0f;
-              sum[1] += in ? e.odds : 0.0f;
-            });
+          [&](int block, int part, float(&sum)[2][kEach], float(&)[1]) {
+            if (round == 0) {
+              first_sums(block, part, threshold, at, sum);
+            } else {
+              active_sums(block, part, at, sum);
+            }
           },
           sums, unused);
       weight = sums[0] + shared_.search.in_weight;
       odds = sums[1] + shared_.search.in_odds;
     });
     double variance[1];
-    float jump = 0;
-    lane_sums(
+    float jump[1];
+    lane_sums<1>(
         shared_, blocks(),
-        [&](std::int64_t block, int lane, float(&sum)[1], float& top) {
-          for_lane(block, lane, [&](const Entry& e) {
+        [&](int block, int part, float(&sum)[1][kEach], float(&top)[1]) {
+          for_entries(block, part, [&](std::size_t j, std::uint32_t, const Entry& e) {
             const bool in = e.key <= threshold;
-            sum[0] += in ? variance_term(e.weight, e.odds, beta) : 0.0f;
-            if (in) top = fmaxf(top, jump_term(e.weight, e.odds, beta));
+            const Tail tail = tail_of(e.weight, e.odds, beta, e.quotient);
+            sum[0][j] += in ? tail.variance : 0.0f;
+            if (in) top[0] = fmaxf(top[0], tail.jump);
           });
         },
         variance, jump);
     const double b = static_cast<double>(beta);
     const double all = variance[0] + (shared_.search.out_variance + b * b * shared_.search.in_odds);
-    double most = static_cast<double>(jump);
+    double most = static_cast<double>(jump[0]);
     if (most < static_cast<double>(shared_.search.out_jump))
       most = static_cast<double>(shared_.search.out_jump);
     const double high = b * static_cast<double>(shared_.search.in_largest_odds);
@@ -247,8 +308,8 @@ class ThresholdSearch {
     return bound_of(b, all, most);
   }
 
-  // plan_compact.
-  VERKV_DEVICE void compact() {
+  // plan_compact; returns how many of the entries kept are open.
+  VERKV_DEVICE std::int64_t compact() {
     const auto settles_in = [this](const Entry& e) {
       return e.key <= good_ && e.weight > beta_high_ * e.odds;
     };
@@ -256,34 +317,32 @@ class ThresholdSearch {
       return e.key <= good_ && !(e.weight > beta_high_ * e.odds) && e.weight <= beta_low_ * e.odds;
     };
     double sums[3];
-    float largest = 0;
-    lane_sums(
+    float tops[2];
+    int open_found = 0;
+    lane_sums<2>(
         shared_, blocks(),
-        [&](std::int64_t block, int lane, float(&sum)[3], float& top) {
-          for_lane(block, lane, [&](const Entry& e) {
+        [&](int block, int part, float(&sum)[3][kEach], float(&top)[2]) {
+          std::uint32_t kept[kEach] = {};
+          for_entries(block, part, [&](std::size_t j, std::uint32_t bit, const Entry& e) {
             const bool in = settles_in(e);
             const bool out = settles_out(e);
-            sum[0] += in ? e.weight : 0.0f;
-            sum[1] += in ? e.odds : 0.0f;
-            sum[2] += out ? e.weight * (e.weight / e.odds) : 0.0f;
-            if (in) top = fmaxf(top, fmaxf(e.odds, 1.0f));
+            sum[0][j] += in ? e.weight : 0.0f;
+            sum[1][j] += in ? e.odds : 0.0f;
+            sum[2][j] += out ? e.weight * e.quotient : 0.0f;
+            const float rho = fmaxf(e.odds, 1.0f);
+            if (in) top[0] = fmaxf(top[0], rho);
+            if (out) top[1] = fmaxf(top[1], e.quotient * rho);
+            if (!(in | out | (e.key > bad_))) kept[j] |= bit;
+            open_found += open(e.key);
           });
+#pragma unroll
+          for (std::size_t j = 0; j < kEach; ++j) active(block, part)[j] = kept[j];
         },
-        sums, largest);
-    double unused[1];
-    float jump = 0;
-    lane_sums(
-        shared_, blocks(),
-        [&](std::int64_t block, int lane, float(&)[1], float& top) {
-          for_lane(block, lane, [&](const Entry& e) {
-            if (settles_out(e)) top = fmaxf(top, e.weight / e.odds * fmaxf(e.odds, 1.0f));
-          });
-        },
-        unused, jump);
+        sums, tops);
     if (threadIdx.x == 0) {  // read again after the barriers below
       SearchShared& base = shared_.search;
-      base.in_largest_odds = fmaxf(base.in_largest_odds, largest);
-      base.out_jump = fmaxf(base.out_jump, jump);
+      base.in_largest_odds = fmaxf(base.in_largest_odds, tops[0]);
+      base.out_jump = fmaxf(base.out_jump, tops[1]);
       base.in_weight += sums[0];
       base.in_odds += sums[1];
       base.out_variance += sums[2];
@@ -291,9 +350,10 @@ class ThresholdSearch {
     keep_in_order(
         count_, [this](std::int64_t i) { return index_[i]; },
         [&](std::int64_t i) {
-          const Entry e = entry(i);
-          return !(settles_in(e) || settles_out(e) || e.key > bad_);
+          const std::uint32_t word = *(active(i / kBlockTokens, 0) + i % kLanes);
+          return (word >> (i % kBlockTokens / kLanes) & 1u) != 0;
         });
+    return count_in_block(shared_, open_found);
   }
 
   // Distinct open keys, ascending, in shared_.sorted; all threads get their number.
@@ -391,7 +451,7 @@ class ThresholdSearch {
 
   VERKV_DEVICE double bound_without_ties(std::int64_t k, std::int64_t ties) const {
     const auto kept = [&](std::int64_t i, const Entry& e) { return i < ties || e.key <= good_; };
-    const float solved = newton([&](float beta, double& weight, double& odds) {
+    const float solved = newton([&](int, float beta, double& weight, double& odds) {
       weight = shared_.search.in_weight;
       odds = shared_.search.in_odds;
       for (std::int64_t i = k; i < count_; ++i) {

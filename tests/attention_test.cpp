@@ -70,6 +70,16 @@ TEST_CASE("weight_exp: exact at 0, cut off outside, NaN kept") {
   CHECK(std::isnan(verkv::weight_exp(std::numeric_limits<float>::quiet_NaN())));
 }
 
+TEST_CASE("weight_exp_within is weight_exp between the cuts") {
+  int differ = 0;
+  for (float x = -87; x <= 60; x += 0.00103f)
+    differ += verkv::weight_exp_within(x) != verkv::weight_exp(x);
+  CHECK(differ == 0);
+  CHECK(verkv::weight_exp_within(-87.0f) == verkv::weight_exp(-87.0f));
+  CHECK(verkv::weight_exp_within(60.0f) == verkv::weight_exp(60.0f));
+  CHECK(std::isnan(verkv::weight_exp_within(std::numeric_limits<float>::quiet_NaN())));
+}
+
 TEST_CASE("weight_exp never falls by more than its rounding") {
   float before = 0;
   int falls = 0;

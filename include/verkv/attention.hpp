@@ -14,17 +14,13 @@
 
 namespace verkv {
 
-// exp(x) in binary32 by one fixed sequence of operations (all fused), so that scalar code, vectors
-// and kernels agree bit for bit. Relative error below 2e-7 on [-87, 60]; below -87 it is 0, above
-// 60 it is exp(60): weights are relative to a common shift, and only a resident whose sketch was
-// wildly wrong gets there. NaN stays NaN.
-VERKV_HD inline float weight_exp(float x) {
-  if (!(x == x)) return x;
-  if (x < -87.0f) return 0.0f;
-  if (x > 60.0f) x = 60.0f;
-  // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
+// weight_exp without its cuts: for x in [-87, 60], and NaN where x is NaN.
+VERKV_HD inline float weight_exp_within(float x) {
+  // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in
+  // the low bits of the sum.
   const float magic = 12582912.0f;
-  const float n = std::fma(x, 1.44269504088896341f, magic) - magic;
+  const float shifted = std::fma(x, 1.44269504088896341f, magic);
+  const float n = shifted - magic;
   float r = std::fma(n, -0.693359375f, x);
   r = std::fma(n, 2.12194440e-4f, r);
   float p = 1.9875691500e-4f;
@@ -34,9 +30,16 @@ VERKV_HD inline float weight_exp(float x) {
   p = std::fma(p, r, 1.6666665459e-1f);
   p = std::fma(p, r, 5.0000001201e-1f);
   const float y = std::fma(p, r * r, r) + 1.0f;
-  const float power =
-      std::bit_cast<float>(static_cast<std::uint32_t>(static_cast<std::int32_t>(n) + 127) << 23);
-  return y * power;
+  return y * std::bit_cast<float>(std::bit_cast<std::uint32_t>(shifted) * 0x800000u + 0x3f800000u);
+}
+
+// exp(x) in binary32 by one fixed sequence of operations (all fused), so that scalar code, vectors
+// and kernels agree bit for bit. Relative error below 2e-7 on [-87, 60]; below -87 it is 0, above
+// 60 it is exp(60): weights are relative to a common shift, and only a resident whose sketch was
+// wildly wrong gets there. NaN stays NaN.
+VERKV_HD inline float weight_exp(float x) {
+  if (x < -87.0f) return 0.0f;
+  return weight_exp_within(x > 60.0f ? 60.0f : x);
 }
 
 // tanh(x) in binary32 by one fixed sequence of operations, for the reason that weight_exp has one:

@@ -457,6 +457,25 @@ TEST_CASE("Instructions that are a few units off") {
   }
 }
 
+// The certificate's quotients come from approximate reciprocals, and must be those of a division;
+// weights too small for that are divided.
+TEST_CASE("Results do not depend on the last places of a reciprocal") {
+  for (const unsigned ulps : {1u, 2u}) {
+    cpu_device::DeviceOptions options;
+    options.machine.approximate_ulps = ulps;
+    cpu_device::reset_device(options);
+    for (const double query_size : {1.0, 4.0, 20.0}) {
+      for (const double epsilon : {0.1, kOff}) {
+        Setup setup = small(950 + ulps);
+        setup.fetch.epsilon = epsilon;
+        setup.query_size = query_size;
+        setup.key_size = query_size;
+        require_equal(setup);
+      }
+    }
+  }
+}
+
 TEST_CASE("A captured step sees lengths that changed since") {
   cpu_device::reset_device();
   Setup setup = small(1000);
