@@ -84,8 +84,9 @@ TEST_CASE("Bytes that a step reads") {
     return found == allocations.end() ? 0 : static_cast<std::int64_t>(found->second.read_bytes);
   };
   const HeadView& head = scene.head_view(0, 0);
+  // A warp takes 64 tokens at a time, and reads the last group again for those that are not there.
   CHECK(bytes_read(0, head.codes) ==
-        code_storage_bytes(scene.store(0, 0).sketch(scene.shape()), 1568));
+        code_storage_bytes(scene.store(0, 0).sketch(scene.shape()), 1600));
   const std::int64_t moved = scene.totals().moved;
   REQUIRE(moved > 20);
   CHECK(bytes_read(3, head.host_rows) == moved * scene.shape().row_bytes());
