@@ -12,12 +12,11 @@ namespace {
 // pairs cuts them.
 constexpr std::int64_t kBlocksWanted = 512;
 constexpr std::int64_t kMostSplits = 64;
-// Every block of the scores prepares the query anew. So there is one for each multiprocessor, as
-// long as each has tokens for all its warps; a second one hides the first one's waits where tokens
-// are so many that preparing does not count.
-constexpr std::int64_t kScoreBlocks = 128;
+// Blocks of the scores that run at a time: one on each multiprocessor of an H100 or H200.
+constexpr std::int64_t kScoreBlocks = 132;
+// Tokens that give all warps of such a block something to do, and about as many as take the time in
+// which a block prepares the query.
 constexpr std::int64_t kScoreTokens = 1024;
-constexpr std::int64_t kSecondBlockTokens = 4096;
 // Rows below which a split of the attention is not worth its start.
 constexpr std::int64_t kAttendRows = 128;
 
@@ -28,10 +27,21 @@ int splits(std::int64_t pairs, std::int64_t pieces, std::int64_t blocks) {
   return static_cast<int>(std::clamp<std::int64_t>(std::min(wanted, pieces), 1, kMostSplits));
 }
 
-int score_splits(std::int64_t pairs, std::int64_t tokens, std::int64_t blocks) {
-  const std::int64_t once = splits(pairs, ceil_div(tokens, kScoreTokens), blocks);
-  const bool twice = tokens >= 2 * once * kSecondBlockTokens;
-  return static_cast<int>(twice ? std::min(2 * once, kMostSplits) : once);
+// The number of splits with which the last block is done first, by a guess: every block prepares
+// the query anew, and what does not run at once waits.
+int score_splits(std::int64_t pairs, std::int64_t tokens) {
+  const std::int64_t most =
+      std::clamp<std::int64_t>(ceil_div(tokens, kScoreTokens), 1, kMostSplits);
+  std::int64_t best = 1;
+  std::int64_t least = 0;
+  for (std::int64_t n = 1; n <= most; ++n) {
+    const std::int64_t time =
+        ceil_div(pairs * n, kScoreBlocks) * (ceil_div(tokens, n) + kScoreTokens);
+    if (n > 1 && time >= least) continue;
+    best = n;
+    least = time;
+  }
+  return static_cast<int>(best);
 }
 
 bool searches(const LayerView& layer) {
@@ -39,20 +49,18 @@ bool searches(const LayerView& layer) {
 }
 
 StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed,
-                  std::int64_t most_residents, std::int64_t more_blocks) {
+                  std::int64_t most_residents, std::int64_t blocks) {
   StepGrid grid;
   const std::int64_t pairs = static_cast<std::int64_t>(rows) * layer.kv_heads;
   grid.score_parts = static_cast<int>(ceil_div(layer.group, kScoreHeads));
-  grid.score_splits = score_splits(pairs * grid.score_parts, most_compressed + most_residents,
-                                   kScoreBlocks + more_blocks);
+  grid.score_splits = score_splits(pairs * grid.score_parts, most_compressed + most_residents);
   grid.units = static_cast<int>(ceil_div(layer.value_dim, 4));
   grid.part_heads =
       std::max(1, std::min({layer.group, kAttendHeads, kMostUnits / std::max(1, grid.units)}));
   grid.attend_parts = static_cast<int>(ceil_div(layer.group, grid.part_heads));
   // How many tokens move is not known here; the bound is what could.
   grid.attend_splits = splits(pairs * grid.attend_parts,
-                              ceil_div(most_residents + most_compressed / 16, kAttendRows),
-                              kBlocksWanted + more_blocks);
+                              ceil_div(most_residents + most_compressed / 16, kAttendRows), blocks);
   const std::int64_t row = layer.row_bytes() + 128;
   grid.tile = static_cast<int>(std::clamp<std::int64_t>((32 << 10) / row, 4, kMostTile));
   return grid;
@@ -62,7 +70,7 @@ StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed
 
 StepGrid step_grid(const LayerView& layer, int rows, std::int64_t most_compressed,
                    std::int64_t most_residents) {
-  return grid_for(layer, rows, most_compressed, most_residents, 0);
+  return grid_for(layer, rows, most_compressed, most_residents, kBlocksWanted);
 }
 
 std::int64_t lay_out(const LayerView& layer, const StepGrid& grid, int rows,
@@ -104,12 +112,11 @@ std::int64_t lay_out(const LayerView& layer, const StepGrid& grid, int rows,
 std::int64_t step_workspace_bytes(const LayerView& layer, int rows, std::int64_t most_compressed,
                                   std::int64_t most_residents) {
   // Fewer rows are cut into more splits, and rounding up may give them more blocks altogether: a
-  // block more for every pair covers that. They may also be cut twice where these rows are not.
+  // block more for every pair covers that. For the scores there is room for any number.
   const std::int64_t parts = std::max(1, layer.group);
-  StepGrid grid =
-      grid_for(layer, rows, most_compressed, most_residents, rows * layer.kv_heads * parts);
-  grid.score_splits =
-      static_cast<int>(std::min<std::int64_t>(2 * std::int64_t{grid.score_splits}, kMostSplits));
+  const std::int64_t blocks = kBlocksWanted + rows * layer.kv_heads * parts;
+  StepGrid grid = grid_for(layer, rows, most_compressed, most_residents, blocks);
+  grid.score_splits = static_cast<int>(kMostSplits);
   StepWorkspace unused;
   return lay_out(layer, grid, rows, most_compressed, most_residents, nullptr, unused);
 }

@@ -19,6 +19,9 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kSetHeads = 4;
 // Tokens that a warp takes at a time: four groups of the sketch.
 constexpr int kUnitTokens = 64;
+constexpr int kUnitGroups = kUnitTokens / static_cast<int>(kSketchGroup);
+// A warp asks for codes so many of its units before it reads them.
+constexpr int kUnitsAhead = 2;
 
 constexpr int sets_of(int heads) { return (heads + kSetHeads - 1) / kSetHeads; }
 
@@ -107,7 +110,8 @@ VERKV_DEVICE float encode_by_warp(const float* x, int dim, bool there, float uni
   return scale * unit;
 }
 
-// The share of the channel means in every sketched logit: a sum in order, so one thread's.
+// The share of the channel means in every sketched logit: a sum in order, so one thread's, and a
+// long chain of additions.
 VERKV_DEVICE float mean_share(const float* query, const float* mean, int dim) {
   double share = 0;
 #pragma unroll 8
@@ -121,22 +125,23 @@ VERKV_DEVICE float mean_share(const float* query, const float* mean, int dim) {
 // Thread t of four neighbours ends with the heads 4i + t that there are.
 VERKV_DEVICE int head_of(int set) { return kSetHeads * set + static_cast<int>(threadIdx.x % 4); }
 
-// load_four() with two conversions for a word of halves.
-VERKV_DEVICE void convert_halves(unsigned word, float& low, float& high) {
-  asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
-      : "=f"(low), "=f"(high)
-      : "r"(word));
-}
-template <class Element>
-VERKV_DEVICE float4 load_aligned(const Element* from) {
-  return load_four(from);
+// load_four() of what no kernel of the step writes, with one conversion instruction for each half.
+VERKV_DEVICE float4 load_aligned(const float* from) {
+  return __ldg(reinterpret_cast<const float4*>(from));
 }
 VERKV_DEVICE float4 load_aligned(const Half* from) {
   const uint2 x = __ldg(reinterpret_cast<const uint2*>(from));
   float4 y;
-  convert_halves(x.x, y.x, y.y);
-  convert_halves(x.y, y.z, y.w);
+  asm("{\n.reg .f16 a, b, c, d;\nmov.b32 {a, b}, %4;\nmov.b32 {c, d}, %5;\n"
+      "cvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\ncvt.f32.f16 %2, c;\ncvt.f32.f16 %3, d;\n}"
+      : "=f"(y.x), "=f"(y.y), "=f"(y.z), "=f"(y.w)
+      : "r"(x.x), "r"(x.y));
   return y;
+}
+VERKV_DEVICE float4 load_aligned(const BFloat16* from) {
+  const uint2 x = __ldg(reinterpret_cast<const uint2*>(from));
+  return make_float4(__uint_as_float(x.x << 16), __uint_as_float(x.x & 0xffff0000u),
+                     __uint_as_float(x.y << 16), __uint_as_float(x.y & 0xffff0000u));
 }
 
 // Rows of one type, numbered in 32 bits as positions are.
@@ -226,9 +231,11 @@ VERKV_DEVICE Products<kHeads> dot_chunk(const Rows& rows, int dim, std::uint32_t
       for (int r = 0; r < kMine; ++r) sum[r][s] = fma_four(x[r], q, sum[r][s]);
     }
   };
+  // So many loads are on their way as registers allow.
+  constexpr int kUnroll = (sizeof(Element) == 4 ? 2 : 4) / (kHeads > kSetHeads ? 2 : 1);
   int j = 0;
   if constexpr (kAligned) {
-#pragma unroll(sizeof(Element) == 4 || kHeads > kSetHeads ? 2 : 4)
+#pragma unroll(kUnroll)
     for (; j + 16 <= dim; j += 16) {
       float4 x[kMine];
 #pragma unroll
@@ -336,12 +343,10 @@ VERKV_DEVICE void multiply(int (&c)[4], const Levels& a, uint2 b) {
 
 constexpr unsigned kPairs = 0x33333333u;
 
-// Sums of four tokens, twice, for one head of each set: of all levels but the negative ones with 4
-// bits, and of the sizes of those.
+// Sums over the coordinates of four tokens, twice, for one head of each set.
 template <int kSets>
 struct Sums {
-  int above[kSets][2][4] = {};
-  int below[kSets][2][4] = {};
+  int of[kSets][2][4] = {};
 };
 
 // The planes of a thread's eight tokens, from its quad of the first step on, and its column.
@@ -353,23 +358,27 @@ struct Operands {
 };
 
 // Steps over 16 coordinates, `at` quads on: thread t of four takes the quad that is t further.
-// `read`: the same for the planes. All loads come before the first use.
+// `read`: the same for the planes. All loads come before the first use. `below`, for codes with 4
+// bits: the sums of the sizes of negative levels.
 template <int kSets, bool kFine, int kSteps>
-VERKV_DEVICE void dot_steps(const Operands& from, int at, int read, Sums<kSets>& sums) {
+VERKV_DEVICE void dot_steps(const Operands& from, int at, int read, Sums<kSets>& sums,
+                            Sums<kSets>* below = nullptr) {
+  const std::uint8_t* first_low = from.low + kSketchGroup * read;
+  const std::uint8_t* first_high = from.high + kSketchGroup * read;
+  const uint2* column = from.column + at;
   uint2 low[kSteps];
   uint2 high[kSteps];
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
-    const int offset = kSketchGroup * (read + 4 * s);
-    low[s] = __ldg(reinterpret_cast<const uint2*>(from.low + offset));
-    if constexpr (kFine) high[s] = __ldg(reinterpret_cast<const uint2*>(from.high + offset));
+    low[s] = __ldg(reinterpret_cast<const uint2*>(first_low + 4 * kSketchGroup * s));
+    if constexpr (kFine)
+      high[s] = __ldg(reinterpret_cast<const uint2*>(first_high + 4 * kSketchGroup * s));
   }
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     uint2 query[kSets];
 #pragma unroll
-    for (int set = 0; set < kSets; ++set)
-      query[set] = from.column[set * from.set_stride + at + 4 * s];
+    for (int set = 0; set < kSets; ++set) query[set] = column[set * from.set_stride + 4 * s];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const unsigned x = i == 0 ? low[s].x : low[s].y;
@@ -383,12 +392,12 @@ VERKV_DEVICE void dot_steps(const Operands& from, int at, int read, Sums<kSets>&
         const Levels negative = look_up(kNegativeLow, kNegativeHigh, even, odd);
         levels = look_up(kPositiveHigh, kPositiveLow, even ^ ~kPairs, odd ^ ~kPairs);
 #pragma unroll
-        for (int set = 0; set < kSets; ++set) multiply(sums.below[set][i], negative, query[set]);
+        for (int set = 0; set < kSets; ++set) multiply(below->of[set][i], negative, query[set]);
       } else {
         levels = look_up(kCoarse, kCoarse, x & kPairs, (x >> 2) & kPairs);
       }
 #pragma unroll
-      for (int set = 0; set < kSets; ++set) multiply(sums.above[set][i], levels, query[set]);
+      for (int set = 0; set < kSets; ++set) multiply(sums.of[set][i], levels, query[set]);
     }
   }
 }
@@ -410,10 +419,16 @@ VERKV_DEVICE Sums<kSets> sketch_dots(const SketchShape& shape, const std::uint8_
   const auto there = [&](int at) { return min(at, quads - 1 - t); };
   Sums<kSets> sums;
   int at = 0;
+  if (fine > 0) {
+    Sums<kSets> below;
 #pragma unroll 1
-  for (; at + 8 <= fine; at += 8) dot_steps<kSets, true, 2>(from, at, at, sums);
+    for (; at + 8 <= fine; at += 8) dot_steps<kSets, true, 2>(from, at, at, sums, &below);
 #pragma unroll 1
-  for (; at < fine; at += 4) dot_steps<kSets, true, 1>(from, at, there(at), sums);
+    for (; at < fine; at += 4) dot_steps<kSets, true, 1>(from, at, there(at), sums, &below);
+#pragma unroll
+    for (int i = 0; i < 8 * kSets; ++i)
+      sums.of[i / 8][i / 4 % 2][i % 4] -= below.of[i / 8][i / 4 % 2][i % 4];
+  }
 #pragma unroll 1
   for (; at + 16 <= quads; at += 16) dot_steps<kSets, false, 4>(from, at, at, sums);
 #pragma unroll 1
@@ -445,12 +460,20 @@ VERKV_DEVICE uint4 infinite_from(uint4 odds, int left) {
   return make_uint4(odds.x | beyond(0), odds.y | beyond(2), odds.z | beyond(4), odds.w | beyond(6));
 }
 
+constexpr int kLine = 128;
+
+// Asks for a line of memory that will be read, so that the wait for it passes meanwhile.
+VERKV_DEVICE void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
+}
+
 // ---- The kernel ---------------------------------------------------------------------------------
 
 // What a block works on.
 struct Work {
   const StepArguments& arguments;
   const HeadView& head;
+  Part units;               // of compressed tokens
   std::int64_t query_head;  // the first, counted over rows
   int heads;
   float* query;
@@ -458,11 +481,9 @@ struct Work {
   float* in_basis;  // strides of the query
   uint2* columns;
   int column_stride;
-};
 
-VERKV_DEVICE Part units_of(const Work& work) {
-  return part_of(work.head.compressed, kUnitTokens, work.arguments.grid);
-}
+  VERKV_DEVICE bool has_units() const { return units.begin < units.end; }
+};
 
 // Exact products with the block's part of the residents, and before them with the rows of the
 // sketch's basis, which every split takes, or with the keys of its tokens themselves.
@@ -473,13 +494,16 @@ VERKV_DEVICE void exact_products(const Work& work, float (&top)[sets_of(kHeads)]
   const StepWorkspace& ws = work.arguments.workspace;
   const HeadView& head = work.head;
   const int dim = layer.key_dim;
-  const Part units = units_of(work);
-  const Part basis{0, units.begin < units.end ? (head.sketch_dim + kChunk - 1) / kChunk : 0};
+  const Part basis{0, work.has_units() ? (head.sketch_dim + kChunk - 1) / kChunk : 0};
   const Part before = kSketched ? basis : part_of(head.compressed, kChunk, work.arguments.grid);
   const Part residents = part_of(head.residents(), kChunk, work.arguments.grid);
+  // The last warp has the mean's share to add up.
+  constexpr int kWorkers = kSketched ? kWarps - 1 : kWarps;
+  const int warp = threadIdx.x / 32;
+  if (warp == kWorkers) return;
   const int before_chunks = before.end - before.begin;
   const int chunks = before_chunks + residents.end - residents.begin;
-  for (int chunk = threadIdx.x / 32; chunk < chunks; chunk += kWarps) {
+  for (int chunk = warp; chunk < chunks; chunk += kWorkers) {
     const bool is_resident = chunk >= before_chunks;
     Rows rows{layer.storage, head.resident_keys, dim, static_cast<std::uint32_t>(head.residents())};
     std::uint32_t row_begin = kChunk * (residents.begin + chunk - before_chunks);
@@ -490,27 +514,27 @@ VERKV_DEVICE void exact_products(const Work& work, float (&top)[sets_of(kHeads)]
                        : Rows{layer.storage, head.host_rows, dim + layer.value_dim,
                               static_cast<std::uint32_t>(head.compressed)};
     }
-    // Whether the shift may use the row's logits: those that do not depend on the draw.
-    bool counts[kRows<kHeads>];
+    // Asked for before the products, of whose rows it decides later whether they count.
+    std::uint32_t position[kRows<kHeads>];
 #pragma unroll
     for (int r = 0; r < kRows<kHeads>; ++r) {
       const std::uint32_t i = min(row_of(row_begin, r), rows.end - 1);
-      if (is_resident) {
-        counts[r] = i >= head.drawn ||
-                    head.odds[head.resident_position[i]].bits >= kPositive16Infinity.bits;
-      } else {
-        counts[r] = !kSketched && head.odds[i].bits < kPositive16Infinity.bits;
-      }
+      position[r] = is_resident && i < head.drawn ? __ldg(head.resident_position + i) : i;
     }
     const Products<kHeads> products =
         dot_chunk<kHeads>(rows, dim, row_begin, work.query, work.query_stride);
 #pragma unroll
     for (int r = 0; r < kRows<kHeads>; ++r) {
       const std::uint32_t i = row_of(row_begin, r);
+      if (i >= rows.end) continue;
+      // The shift may use every logit that does not depend on the draw.
+      bool counts = is_resident && i >= head.drawn;
+      if (!counts && (is_resident || !kSketched))
+        counts = (head.odds[position[r]].bits < kPositive16Infinity.bits) != is_resident;
 #pragma unroll
       for (int set = 0; set < sets_of(kHeads); ++set) {
         const int h = head_of(set);
-        if (i >= rows.end || h >= work.heads) continue;
+        if (h >= work.heads) continue;
         if (kSketched && !is_resident) {
           work.in_basis[h * work.query_stride + i] = products.of[r][set];
           continue;
@@ -519,10 +543,20 @@ VERKV_DEVICE void exact_products(const Work& work, float (&top)[sets_of(kHeads)]
         float* out = is_resident ? ws.resident_logit + (work.query_head + h) * ws.resident_stride
                                  : ws.weight + (work.query_head + h) * ws.token_stride;
         out[i] = logit;
-        if (counts[r]) top[set] = raise(top[set], logit);
+        if (counts) top[set] = raise(top[set], logit);
       }
     }
   }
+}
+
+// Asks for the first codes of a block, each thread for a line.
+VERKV_DEVICE void prefetch_codes(const Work& work) {
+  const HeadView& head = work.head;
+  const std::int64_t group_bytes =
+      kSketchGroup * sketch_of(work.arguments.view.layer, head).code_bytes();
+  const auto groups = static_cast<int>((head.compressed + kSketchGroup - 1) / kSketchGroup);
+  const std::int64_t at = kUnitGroups * work.units.begin * group_bytes + kLine * threadIdx.x;
+  if (at < min(groups, kUnitGroups * work.units.end) * group_bytes) prefetch(head.codes + at);
 }
 
 // The sketched logits of the block's part of the compressed tokens.
@@ -534,39 +568,48 @@ VERKV_DEVICE void sketched_logits(const Work& work, const Constants& constants,
   const HeadView& head = work.head;
   const SketchShape sketch = sketch_of(layer, head);
   const int lane = threadIdx.x % 32;
-  const Part units = units_of(work);
-  const std::int64_t compressed = head.compressed;
-  const std::int64_t last_group = (compressed - 1) / kSketchGroup;
+  const int group_bytes = static_cast<int>(kSketchGroup) * sketch.code_bytes();
+  const auto compressed = static_cast<std::uint32_t>(head.compressed);
+  const auto last_group = static_cast<int>((compressed - 1) / kSketchGroup);
   const std::uint8_t* codes = head.codes;
   const Positive16* all_scales = head.scales;
   const Positive16* all_odds = head.odds;
+  const int unit_bytes = kUnitGroups * group_bytes;
+  const int first_unit = work.units.begin + static_cast<int>(threadIdx.x) / 32;
+  const int whole_end = min(work.units.end, static_cast<int>(compressed / kUnitTokens));
+  const bool asks = kLine * lane < unit_bytes;
+  const std::uint8_t* ahead =
+      codes + (std::int64_t{first_unit} + kUnitsAhead * kWarps) * unit_bytes + kLine * lane;
   float factor[kSets];
   float shift[kSets];
 #pragma unroll
   for (int set = 0; set < kSets; ++set) {
     const int h = head_of(set);
-    const bool there = h < work.heads && units.begin < units.end;
+    const bool there = h < work.heads && work.has_units();
     factor[set] = there ? constants.factor[h] : 0.0F;
     shift[set] = there ? constants.shift[h] : 0.0F;
   }
-  for (int unit = units.begin + threadIdx.x / 32; unit < units.end; unit += kWarps) {
-    const std::int64_t token = std::int64_t{unit} * kUnitTokens + lane / 4 * 8;
-    const std::int64_t group = token / kSketchGroup;
-    // A group that is not there is read as the last one.
-    const Sums<kSets> sums = sketch_dots<kSets>(
-        sketch, codes + min(group, last_group) * (kSketchGroup * sketch.code_bytes()), work.columns,
-        work.column_stride);
+  for (int unit = first_unit; unit < work.units.end; unit += kWarps) {
+    const std::uint32_t token = std::uint32_t{kUnitTokens} * unit + lane / 4 * 8;
+    const auto group = static_cast<int>(token / kSketchGroup);
+    if (asks && unit + kUnitsAhead * kWarps < whole_end) prefetch(ahead);
+    ahead += std::int64_t{kWarps} * unit_bytes;
+    // A group that is not there is read as the last one. All loads begin before the products.
+    const int read = min(group, last_group);
+    const std::int64_t token_read = kSketchGroup * read + lane / 4 % 2 * 8;
+    const uint4 scales = __ldg(reinterpret_cast<const uint4*>(all_scales + token_read));
+    uint4 odds = __ldg(reinterpret_cast<const uint4*>(all_odds + token_read));
+    const Sums<kSets> sums = sketch_dots<kSets>(sketch, codes + std::int64_t{read} * group_bytes,
+                                                work.columns, work.column_stride);
     if (group > last_group) continue;
-    const uint4 scales = __ldg(reinterpret_cast<const uint4*>(all_scales + token));
-    uint4 odds = __ldg(reinterpret_cast<const uint4*>(all_odds + token));
-    if (token + 8 > compressed) odds = infinite_from(odds, static_cast<int>(compressed - token));
+    if (compressed - token < 8) odds = infinite_from(odds, static_cast<int>(compressed - token));
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
       float logit[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const int dot = sums.above[set][j / 4][j % 4] - sums.below[set][j / 4][j % 4];
-        logit[j] = fmaf(factor[set] * scale_of(scales, j), static_cast<float>(dot), shift[set]);
+        const auto dot = static_cast<float>(sums.of[set][j / 4][j % 4]);
+        logit[j] = fmaf(factor[set] * scale_of(scales, j), dot, shift[set]);
       }
       if (layer.soft_cap != 0) {
 #pragma unroll
@@ -603,8 +646,10 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const StepArguments
   const int slot = step.slots[row];
   if (slot < 0) return;
   const ScoreShared<kHeads> shared(layer);
+  const HeadView& head = step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + kv_head];
   const Work work{arguments,
-                  step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + kv_head],
+                  head,
+                  part_of(head.compressed, kUnitTokens, arguments.grid),
                   static_cast<std::int64_t>(row) * layer.query_heads() + first,
                   min(kScoreHeads, (kv_head + 1) * layer.group - first),
                   reinterpret_cast<float*>(memory),
@@ -623,6 +668,7 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const StepArguments
       ws.attended[static_cast<std::int64_t>(pair) * arguments.grid.attend_parts + p] = 0;
   }
 
+  if constexpr (kSketched) prefetch_codes(work);
   load_queries<kHeads>(step, row, first, work.heads, work.query, work.query_stride);
   __syncthreads();
   float top[kSets];  // of the heads head_of(set)
@@ -630,15 +676,11 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const StepArguments
   for (int set = 0; set < kSets; ++set) top[set] = minus_infinity();
   exact_products<kSketched, kHeads>(work, top);
   if constexpr (kSketched) {
-    const HeadView& head = work.head;
-    const Part units = units_of(work);
-    const bool has_units = units.begin < units.end;
-    // A long chain of additions: by the last warp, which has the fewest rows.
-    if (has_units && warp == kWarps - 1 && lane < work.heads)
+    if (work.has_units() && warp == kWarps - 1 && lane < work.heads)
       constants.shift[lane] =
           mean_share(work.query + lane * work.query_stride, head.channel_means, layer.key_dim);
     __syncthreads();
-    if (has_units && warp < kSetHeads * kSets) {
+    if (work.has_units() && warp < kSetHeads * kSets) {
       const float factor = encode_by_warp(
           work.in_basis + warp * work.query_stride, head.sketch_dim, warp < work.heads,
           head.basis_unit, work.columns + 2 * warp * work.column_stride, work.column_stride);
