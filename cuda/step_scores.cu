@@ -40,8 +40,8 @@ struct ScoreShared {
                       // so that a warp's loads meet no bank twice
 
   __host__ __device__ explicit ScoreShared(const LayerView& layer)
-      : query_stride((layer.key_dim + 15) / 16 * 16),
-        column_stride((((layer.sketch.low_bytes() + 3) / 4) | 1) * 4) {}
+      : query_stride((layer.key_dim + 15) & ~15),
+        column_stride((((layer.sketch.dim + 15) >> 4) | 1) * 4) {}
   __host__ __device__ int query_bytes() const { return kHeads * query_stride * 4; }
   __host__ __device__ int basis_offset() const {
     const int columns = sets_of(kHeads) * 8 * column_stride * 8;
@@ -549,11 +549,15 @@ VERKV_DEVICE void exact_products(const Work& work, float (&top)[sets_of(kHeads)]
   }
 }
 
+// sketch_of() where the sketch has codes.
+VERKV_DEVICE SketchShape coded_shape(const HeadView& head) {
+  return {SketchKind::calibrated, head.sketch_dim, head.sketch_fine};
+}
+
 // Asks for the first codes of a block, each thread for a line.
 VERKV_DEVICE void prefetch_codes(const Work& work) {
   const HeadView& head = work.head;
-  const std::int64_t group_bytes =
-      kSketchGroup * sketch_of(work.arguments.view.layer, head).code_bytes();
+  const std::int64_t group_bytes = kSketchGroup * coded_shape(head).code_bytes();
   const auto groups = static_cast<int>((head.compressed + kSketchGroup - 1) / kSketchGroup);
   const std::int64_t at = kUnitGroups * work.units.begin * group_bytes + kLine * threadIdx.x;
   if (at < min(groups, kUnitGroups * work.units.end) * group_bytes) prefetch(head.codes + at);
@@ -566,7 +570,7 @@ VERKV_DEVICE void sketched_logits(const Work& work, const Constants& constants,
   const LayerView& layer = work.arguments.view.layer;
   const StepWorkspace& ws = work.arguments.workspace;
   const HeadView& head = work.head;
-  const SketchShape sketch = sketch_of(layer, head);
+  const SketchShape sketch = coded_shape(head);
   const int lane = threadIdx.x % 32;
   const int group_bytes = static_cast<int>(kSketchGroup) * sketch.code_bytes();
   const auto compressed = static_cast<std::uint32_t>(head.compressed);
