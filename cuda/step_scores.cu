@@ -284,10 +284,10 @@ VERKV_DEVICE Products<kHeads> dot_chunk(const Rows& rows, int dim, std::uint32_t
 
 // ---- Sketched logits on the tensor cores --------------------------------------------------------
 
-// Levels without their bias are signed bytes, and those with 4 bits lie evenly around zero: codes
-// below 8 are negative. Their sizes then have no sign bit, and a selector of prmt whose bit 3 is
-// set gives zero for such a table (it repeats the sign bit): one look-up for the negative codes,
-// whose products are subtracted, and one for the others, without choosing between the two.
+// Levels without their bias are signed bytes, and of those with 4 bits the lower half is negative.
+// Tables of their sizes have no sign bit, so that a selector of prmt whose bit 3 is set, which
+// repeats that bit, gives zero: one look-up for the negative levels, whose sums are subtracted, and
+// one for the others, and nothing to choose between the two.
 constexpr unsigned negative_sizes(int first) {
   unsigned word = 0;
   for (int i = 0; i < 4; ++i)
@@ -323,7 +323,8 @@ VERKV_DEVICE unsigned pick_bytes(unsigned low, unsigned high, unsigned selector)
 
 // Levels of four coordinates of four tokens, as the rows of a product want them: coordinates 0 and
 // 2 of the first two tokens, the same of the others, coordinates 1 and 3 of the first two, of the
-// others. A row is so a pair of tokens.
+// others. So a row is a pair of tokens, nibbles need no sorting by token, and the two columns that
+// a head has fill the eight of a product with four heads.
 struct Levels {
   unsigned row[4];
 };

@@ -15,7 +15,7 @@ namespace verkv::cuda {
 
 inline constexpr int kLanes = 16;
 inline constexpr int kBlockTokens = 512;
-// Query heads that one block of the scores takes: the columns of a matrix instruction.
+// Most query heads that one block of the scores takes: two matrix products of four.
 inline constexpr int kScoreHeads = 8;
 // Most query heads that one block of the attention takes; a larger group reads its rows once a
 // part.
