@@ -8,12 +8,17 @@
 namespace verkv::cuda {
 namespace {
 
-// Blocks that keep every multiprocessor busy; a step that has fewer (row, KV head) pairs cuts them.
+// Blocks of the attention that keep every multiprocessor busy; a step that has fewer (row, KV head)
+// pairs cuts them.
 constexpr std::int64_t kBlocksWanted = 512;
 constexpr std::int64_t kMostSplits = 64;
 static_assert(kMostSplits <= kMostAttendSplits);
-// Tokens below which a split is not worth its start.
+// Blocks of the scores that run at a time: one on each multiprocessor of an H100 or H200.
+constexpr std::int64_t kScoreBlocks = 132;
+// Tokens that give all warps of such a block something to do, and about as many as take the time in
+// which a block prepares the query.
 constexpr std::int64_t kScoreTokens = 1024;
+// Rows below which a split of the attention is not worth its start.
 constexpr std::int64_t kAttendRows = 256;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -21,6 +26,23 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 int splits(std::int64_t pairs, std::int64_t pieces, std::int64_t blocks) {
   const std::int64_t wanted = ceil_div(blocks, std::max<std::int64_t>(1, pairs));
   return static_cast<int>(std::clamp<std::int64_t>(std::min(wanted, pieces), 1, kMostSplits));
+}
+
+// The number of splits with which the last block is done first, by a guess: every block prepares
+// the query anew, and what does not run at once waits.
+int score_splits(std::int64_t pairs, std::int64_t tokens) {
+  const std::int64_t most =
+      std::clamp<std::int64_t>(ceil_div(tokens, kScoreTokens), 1, kMostSplits);
+  std::int64_t best = 1;
+  std::int64_t least = 0;
+  for (std::int64_t n = 1; n <= most; ++n) {
+    const std::int64_t time =
+        ceil_div(pairs * n, kScoreBlocks) * (ceil_div(tokens, n) + kScoreTokens);
+    if (n > 1 && time >= least) continue;
+    best = n;
+    least = time;
+  }
+  return static_cast<int>(best);
 }
 
 bool searches(const LayerView& layer) {
@@ -32,8 +54,7 @@ StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed
   StepGrid grid;
   const std::int64_t pairs = static_cast<std::int64_t>(rows) * layer.kv_heads;
   grid.score_parts = static_cast<int>(ceil_div(layer.group, kScoreHeads));
-  grid.score_splits = splits(pairs * grid.score_parts,
-                             ceil_div(most_compressed + most_residents, kScoreTokens), blocks);
+  grid.score_splits = score_splits(pairs * grid.score_parts, most_compressed + most_residents);
   grid.units = static_cast<int>(ceil_div(layer.value_dim, 4));
   // As many tiles of heads as the warps of a block have columns for.
   const int columns = static_cast<int>(ceil_div(layer.value_dim, 64));
@@ -95,12 +116,13 @@ std::int64_t lay_out(const LayerView& layer, const StepGrid& grid, int rows,
 std::int64_t step_workspace_bytes(const LayerView& layer, int rows, std::int64_t most_compressed,
                                   std::int64_t most_residents) {
   // Fewer rows are cut into more splits, and rounding up may give them more blocks altogether: a
-  // block more for every pair covers that.
+  // block more for every pair covers that. For the scores there is room for any number.
   const std::int64_t parts = std::max(1, layer.group);
   const std::int64_t blocks = kBlocksWanted + rows * layer.kv_heads * parts;
+  StepGrid grid = grid_for(layer, rows, most_compressed, most_residents, blocks);
+  grid.score_splits = static_cast<int>(kMostSplits);
   StepWorkspace unused;
-  return lay_out(layer, grid_for(layer, rows, most_compressed, most_residents, blocks), rows,
-                 most_compressed, most_residents, nullptr, unused);
+  return lay_out(layer, grid, rows, most_compressed, most_residents, nullptr, unused);
 }
 
 cudaError_t launch_step(const StepView& step, cudaStream_t stream) {

@@ -7,70 +7,111 @@
 
 #include "device_math.cuh"
 #include "launch.hpp"
+#include "query.cuh"
 #include "step_kernels.hpp"
 
 namespace verkv::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-// Tokens that a warp takes at a time: two groups of the sketch.
-constexpr int kUnitTokens = 32;
+// Query heads of one matrix product: each has two of its eight columns.
+constexpr int kSetHeads = 4;
+// Tokens that a warp takes at a time: four groups of the sketch.
+constexpr int kUnitTokens = 64;
+constexpr int kUnitGroups = kUnitTokens / static_cast<int>(kSketchGroup);
+// A warp asks for codes so many of its units before it reads them.
+constexpr int kUnitsAhead = 2;
 
+constexpr int sets_of(int heads) { return (heads + kSetHeads - 1) / kSetHeads; }
+
+// Values that one block makes and others of its threads read.
 struct Constants {
   float shift[kScoreHeads];
   float factor[kScoreHeads];
-  std::int32_t sum[kScoreHeads];
 };
 
-// Dynamic shared memory of a block: floats of queries, of the same in the basis, bytes of them.
+// Dynamic shared memory of a block: floats of queries, in their place later their bytes in the
+// sketch's basis by column, and floats of queries in the basis.
+template <int kHeads>
 struct ScoreShared {
-  int query_stride;  // floats
-  int code_stride;   // bytes: a multiple of 16, and no two heads' words in one bank
+  int query_stride;   // floats
+  int column_stride;  // pairs of words, one for each quad of coordinates; an odd multiple of four,
+                      // so that a warp's loads meet no bank twice
 
   __host__ __device__ explicit ScoreShared(const LayerView& layer)
-      : query_stride((layer.key_dim + 15) / 16 * 16),
-        code_stride((layer.sketch.padded_dim() + 31) / 32 * 32 + 16) {}
-  __host__ __device__ int code_offset() const { return 2 * kScoreHeads * query_stride * 4; }
-  __host__ __device__ int bytes() const { return code_offset() + kScoreHeads * code_stride; }
+      : query_stride((layer.key_dim + 15) & ~15),
+        column_stride((((layer.sketch.dim + 15) >> 4) | 1) * 4) {}
+  __host__ __device__ int query_bytes() const { return kHeads * query_stride * 4; }
+  __host__ __device__ int basis_offset() const {
+    const int columns = sets_of(kHeads) * 8 * column_stride * 8;
+    return columns > query_bytes() ? columns : query_bytes();
+  }
+  __host__ __device__ int bytes() const { return basis_offset() + query_bytes(); }
 };
 
-VERKV_DEVICE float load_query(const StepView& step, std::int64_t at) {
-  switch (step.query_type) {
-    case DType::f32:
-      return static_cast<const float*>(step.queries)[at];
-    case DType::f16:
-      return as_float(static_cast<const Half*>(step.queries)[at]);
-    default:
-      return as_float(static_cast<const BFloat16*>(step.queries)[at]);
+// Pieces of `unit` elements that a split takes. Positions have 32 bits, so their numbers fit.
+struct Part {
+  int begin;
+  int end;
+};
+VERKV_DEVICE Part part_of(std::int64_t count, unsigned unit, const StepGrid& grid) {
+  const auto pieces = static_cast<unsigned>((static_cast<std::uint64_t>(count) + unit - 1) / unit);
+  const auto splits = static_cast<unsigned>(grid.score_splits);
+  const unsigned each = (pieces + splits - 1) / splits;
+  const unsigned begin = min(pieces, blockIdx.y * each);
+  return {static_cast<int>(begin), static_cast<int>(min(pieces, begin + each))};
+}
+
+// ---- The query ----------------------------------------------------------------------------------
+
+// The scaled queries of `heads` heads from `first` on, zero up to the stride and for heads that are
+// not there.
+template <int kHeads>
+VERKV_DEVICE void load_queries(const StepView& step, std::int64_t row, std::int64_t first,
+                               int heads, float* query, int stride) {
+  constexpr int kPart = kThreads / kHeads;
+  const int h = threadIdx.x / kPart;
+  for (int j = threadIdx.x % kPart; j < stride; j += kPart) {
+    const bool there = h < heads && j < step.layer.key_dim;
+    query[h * stride + j] = there ? step.layer.scale * query_number(step, row, first + h, j) : 0.0F;
   }
 }
 
-// ---- One warp prepares one head's query ---------------------------------------------------------
-
-// encode_query() of sketch.hpp. `code` is zero up to its stride.
-VERKV_DEVICE void encode_by_warp(const float* x, int dim, float unit, std::int8_t* code, int head,
-                                 Constants& out) {
+// encode_query() of sketch.hpp by one warp. Column 2h of the products takes the first tokens of
+// pairs and column 2h + 1 the second ones: for each quad of coordinates (0, 2) and (1, 3) lie in
+// two words, in their lower half for the first tokens and in the upper for the second, the other
+// halves are zero. Quads are zero up to a multiple of four. Returns the factor of the logits. A
+// head that is not there gets zeros.
+VERKV_DEVICE float encode_by_warp(const float* x, int dim, bool there, float unit, uint2* columns,
+                                  int stride) {
   const int lane = threadIdx.x % 32;
   float largest = 0;
-  for (int i = lane; i < dim; i += 32) largest = raise(largest, fabsf(x[i]));
+  if (there) {
+    for (int i = lane; i < dim; i += 32) largest = raise(largest, fabsf(x[i]));
+  }
   const float scale = warp_top(largest) / 127;
-  int sum = 0;
-  if (scale > 0) {
-    for (int i = lane; i < dim; i += 32) {
-      const int level = max(-127, min(127, __float2int_rn(x[i] / scale)));
-      code[i] = static_cast<std::int8_t>(level);
-      sum += level;
+  const int quads = (dim + 15) / 16 * 4;
+  for (int quad = lane; quad < quads; quad += 32) {
+    unsigned byte[4] = {0, 0, 0, 0};
+    if (scale > 0) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (4 * quad + i >= dim) continue;
+        const int level = max(-127, min(127, __float2int_rn(x[4 * quad + i] / scale)));
+        byte[i] = static_cast<unsigned>(level) & 0xffu;
+      }
     }
+    const unsigned even = byte[0] | (byte[2] << 8);
+    const unsigned odd = byte[1] | (byte[3] << 8);
+    columns[quad] = make_uint2(even, odd);
+    columns[stride + quad] = make_uint2(even << 16, odd << 16);
   }
-  sum = __reduce_add_sync(kWholeWarp, sum);
-  if (lane == 0) {
-    out.sum[head] = sum;
-    out.factor[head] = scale * unit;
-  }
+  return scale * unit;
 }
 
-// The share of the channel means in every sketched logit: a sum in order, so one thread's.
+// The share of the channel means in every sketched logit: a sum in order, so one thread's, and a
+// long chain of additions.
 VERKV_DEVICE float mean_share(const float* query, const float* mean, int dim) {
   double share = 0;
 #pragma unroll 8
@@ -79,385 +120,620 @@ VERKV_DEVICE float mean_share(const float* query, const float* mean, int dim) {
   return static_cast<float>(share);
 }
 
-// ---- Exact logits: four threads a row -----------------------------------------------------------
+// ---- Exact products: four threads a row ---------------------------------------------------------
 
-// Calls emit(row, head, logit) for rows [begin, end), each by one thread, with the sums of
-// dot_rows.
-template <class Element, class Emit>
-VERKV_DEVICE void dot_rows(const Element* rows, std::int64_t stride, int dim, std::int64_t begin,
-                           std::int64_t end, const float* query, int query_stride, int heads,
-                           bool aligned, Emit emit) {
-  const int part = threadIdx.x % 4;
-  // The same number of rounds for the whole warp: its sums need all lanes.
-  for (std::int64_t first = begin + threadIdx.x / 32 * 8; first < end; first += kThreads / 4) {
-    const std::int64_t row = first + threadIdx.x % 32 / 4;
-    const bool there = row < end;
-    const Element* at = rows + (there ? row : first) * stride;
-    float4 sum[kScoreHeads];
-#pragma unroll
-    for (int h = 0; h < kScoreHeads; ++h) sum[h] = make_float4(0, 0, 0, 0);
-    for (int j = 4 * part; j < query_stride; j += 16) {
-      const float4 x = load_four(at, j, dim, aligned);
-#pragma unroll
-      for (int h = 0; h < kScoreHeads; ++h) {
-        if (h >= heads) break;
-        sum[h] =
-            fma_four(x, *reinterpret_cast<const float4*>(query + h * query_stride + j), sum[h]);
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < kScoreHeads; ++h) {
-      if (h >= heads) break;
-      const float logit = fold16(sum[h]);
-      if (there && part == h % 4) emit(row, h, logit);
-    }
-  }
+// Thread t of four neighbours ends with the heads 4i + t that there are.
+VERKV_DEVICE int head_of(int set) { return kSetHeads * set + static_cast<int>(threadIdx.x % 4); }
+
+// load_four() of what no kernel of the step writes, with one conversion instruction for each half.
+VERKV_DEVICE float4 load_aligned(const float* from) {
+  return __ldg(reinterpret_cast<const float4*>(from));
+}
+VERKV_DEVICE float4 load_aligned(const Half* from) {
+  const uint2 x = __ldg(reinterpret_cast<const uint2*>(from));
+  float4 y;
+  asm("{\n.reg .f16 a, b, c, d;\nmov.b32 {a, b}, %4;\nmov.b32 {c, d}, %5;\n"
+      "cvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\ncvt.f32.f16 %2, c;\ncvt.f32.f16 %3, d;\n}"
+      : "=f"(y.x), "=f"(y.y), "=f"(y.z), "=f"(y.w)
+      : "r"(x.x), "r"(x.y));
+  return y;
+}
+VERKV_DEVICE float4 load_aligned(const BFloat16* from) {
+  const uint2 x = __ldg(reinterpret_cast<const uint2*>(from));
+  return make_float4(__uint_as_float(x.x << 16), __uint_as_float(x.x & 0xffff0000u),
+                     __uint_as_float(x.y << 16), __uint_as_float(x.y & 0xffff0000u));
 }
 
-template <class Emit>
-VERKV_DEVICE void dot_rows(DType type, const std::byte* rows, std::int64_t stride, int dim,
-                           std::int64_t begin, std::int64_t end, const float* query,
-                           int query_stride, int heads, Emit emit) {
-  const bool aligned = dim % 4 == 0 && stride % 4 == 0;
-  switch (type) {
+// Rows of one type, numbered in 32 bits as positions are.
+struct Rows {
+  DType type = DType::f16;
+  const std::byte* data = nullptr;
+  int stride = 0;         // elements
+  std::uint32_t end = 0;  // so many are there
+};
+
+// Rows that a warp takes at a time: each thread a quarter of kRows of them. Two share their loads
+// of the query; with eight heads registers suffice for one.
+template <int kHeads>
+constexpr int kRows = kHeads > kSetHeads ? 1 : 2;
+template <int kHeads>
+constexpr int kChunkRows = 8 * kRows<kHeads>;
+
+// The head whose sum a thread keeps in `slot`. It differs between the four threads of a row, so
+// that fold_heads() finds without selecting what to send and what to keep.
+template <int kHeads>
+VERKV_DEVICE int head_in_slot(int slot) {
+  const int part = threadIdx.x % 4;
+  return slot ^ (part & (kHeads < kSetHeads ? kHeads - 1 : kSetHeads - 1));
+}
+
+VERKV_DEVICE float4 add_from(float4 x, float4 y, int distance) {
+  x.x += __shfl_xor_sync(kWholeWarp, y.x, distance);
+  x.y += __shfl_xor_sync(kWholeWarp, y.y, distance);
+  x.z += __shfl_xor_sync(kWholeWarp, y.z, distance);
+  x.w += __shfl_xor_sync(kWholeWarp, y.w, distance);
+  return x;
+}
+
+// fold16 of kHeads (1, 2 or 4) sums over the four threads of a row; each thread gets that of one
+// head, the one in its first slot.
+template <int kHeads>
+VERKV_DEVICE float fold_heads(const float4* sum) {
+  float4 x = add_from(sum[0], sum[kHeads == 4 ? 2 : 0], 2);
+  float4 y = x;
+  if constexpr (kHeads == 2) y = add_from(sum[1], sum[1], 2);
+  if constexpr (kHeads == 4) y = add_from(sum[1], sum[3], 2);
+  x = add_from(x, y, 1);
+  x.x += x.z;
+  x.y += x.w;
+  return x.x + x.y;
+}
+
+// This thread's row in a chunk.
+VERKV_DEVICE std::uint32_t row_of(std::uint32_t first, int r) {
+  return first + 8 * r + threadIdx.x % 32 / 4;
+}
+
+// Of this thread's rows with the heads head_of(set).
+template <int kHeads>
+struct Products {
+  float of[kRows<kHeads>][sets_of(kHeads)];
+};
+
+// The products of dot_rows in src/cpu/kernels.hpp for a warp's rows from `first` on.
+template <int kHeads, bool kAligned, class Element>
+VERKV_DEVICE Products<kHeads> dot_chunk(const Rows& rows, int dim, std::uint32_t first,
+                                        const float* query, int query_stride) {
+  constexpr int kMine = kRows<kHeads>;
+  const int part = threadIdx.x % 4;
+  const Element* at[kMine];
+#pragma unroll
+  for (int r = 0; r < kMine; ++r) {
+    // The whole warp sums: a row that is not there is read as the last one.
+    const std::int64_t row = min(row_of(first, r), rows.end - 1);
+    at[r] = reinterpret_cast<const Element*>(rows.data) + row * rows.stride + 4 * part;
+  }
+  const float* of_slot[kHeads];
+#pragma unroll
+  for (int s = 0; s < kHeads; ++s)
+    of_slot[s] = query + head_in_slot<kHeads>(s) * query_stride + 4 * part;
+  float4 sum[kMine][kHeads];
+#pragma unroll
+  for (int r = 0; r < kMine; ++r) {
+#pragma unroll
+    for (int s = 0; s < kHeads; ++s) sum[r][s] = make_float4(0, 0, 0, 0);
+  }
+  const auto add = [&](int j, const float4(&x)[kMine]) {
+#pragma unroll
+    for (int s = 0; s < kHeads; ++s) {
+      const float4 q = *reinterpret_cast<const float4*>(of_slot[s] + j);
+#pragma unroll
+      for (int r = 0; r < kMine; ++r) sum[r][s] = fma_four(x[r], q, sum[r][s]);
+    }
+  };
+  // So many loads are on their way as registers allow.
+  constexpr int kUnroll = (sizeof(Element) == 4 ? 2 : 4) / (kHeads > kSetHeads ? 2 : 1);
+  int j = 0;
+  if constexpr (kAligned) {
+#pragma unroll(kUnroll)
+    for (; j + 16 <= dim; j += 16) {
+      float4 x[kMine];
+#pragma unroll
+      for (int r = 0; r < kMine; ++r) x[r] = load_aligned(at[r] + j);
+      add(j, x);
+    }
+  }
+#pragma unroll 1
+  for (; j < query_stride; j += 16) {
+    float4 x[kMine];
+#pragma unroll
+    for (int r = 0; r < kMine; ++r) x[r] = load_four(at[r], j, dim - 4 * part, kAligned);
+    add(j, x);
+  }
+  Products<kHeads> products;
+#pragma unroll
+  for (int r = 0; r < kMine; ++r) {
+#pragma unroll
+    for (int set = 0; set < sets_of(kHeads); ++set)
+      products.of[r][set] =
+          fold_heads<(kHeads < kSetHeads ? kHeads : kSetHeads)>(sum[r] + kSetHeads * set);
+  }
+  return products;
+}
+
+template <int kHeads, class Element>
+VERKV_DEVICE Products<kHeads> dot_chunk(const Rows& rows, int dim, std::uint32_t first,
+                                        const float* query, int query_stride) {
+  if (dim % 4 == 0 && rows.stride % 4 == 0)
+    return dot_chunk<kHeads, true, Element>(rows, dim, first, query, query_stride);
+  return dot_chunk<kHeads, false, Element>(rows, dim, first, query, query_stride);
+}
+
+template <int kHeads>
+VERKV_DEVICE Products<kHeads> dot_chunk(const Rows& rows, int dim, std::uint32_t first,
+                                        const float* query, int query_stride) {
+  switch (rows.type) {
     case DType::f32:
-      dot_rows(reinterpret_cast<const float*>(rows), stride, dim, begin, end, query, query_stride,
-               heads, aligned, emit);
-      break;
+      return dot_chunk<kHeads, float>(rows, dim, first, query, query_stride);
     case DType::f16:
-      dot_rows(reinterpret_cast<const Half*>(rows), stride, dim, begin, end, query, query_stride,
-               heads, aligned, emit);
-      break;
-    case DType::bf16:
-      dot_rows(reinterpret_cast<const BFloat16*>(rows), stride, dim, begin, end, query,
-               query_stride, heads, aligned, emit);
-      break;
+      return dot_chunk<kHeads, Half>(rows, dim, first, query, query_stride);
+    default:
+      return dot_chunk<kHeads, BFloat16>(rows, dim, first, query, query_stride);
   }
 }
 
 // ---- Sketched logits on the tensor cores --------------------------------------------------------
 
-// Two bytes of 2-bit codes (two tokens) to eight nibbles.
-VERKV_DEVICE unsigned spread_pairs(unsigned x) {
-  x = (x | (x << 8)) & 0x00ff00ffu;
-  x = (x | (x << 4)) & 0x0f0f0f0fu;
-  return (x | (x << 2)) & 0x33333333u;
+// Levels without their bias are signed bytes, and of those with 4 bits the lower half is negative.
+// Tables of their sizes have no sign bit, so that a selector of prmt whose bit 3 is set, which
+// repeats that bit, gives zero: one look-up for the negative levels, whose sums are subtracted, and
+// one for the others, and nothing to choose between the two.
+constexpr unsigned negative_sizes(int first) {
+  unsigned word = 0;
+  for (int i = 0; i < 4; ++i)
+    word |= static_cast<unsigned>(kLevelBias - kSketchLevels.byte[first + i]) << (8 * i);
+  return word;
 }
+constexpr unsigned positive_sizes(int first) {
+  unsigned word = 0;
+  for (int i = 0; i < 4; ++i)
+    word |= static_cast<unsigned>(kSketchLevels.byte[first + i] - kLevelBias) << (8 * i);
+  return word;
+}
+constexpr unsigned coarse_levels() {
+  unsigned word = 0;
+  for (int i = 0; i < 4; ++i)
+    word |= (static_cast<unsigned>(kSketchLevels.coarse_byte[i] - kLevelBias) & 0xffu) << (8 * i);
+  return word;
+}
+constexpr unsigned kNegativeLow = negative_sizes(0);
+constexpr unsigned kNegativeHigh = negative_sizes(4);
+constexpr unsigned kPositiveLow = positive_sizes(8);
+constexpr unsigned kPositiveHigh = positive_sizes(12);
+constexpr unsigned kCoarse = coarse_levels();
+static_assert(((kNegativeLow | kNegativeHigh | kPositiveLow | kPositiveHigh) & 0x80808080u) == 0);
 
-// Bytes of (low, high) by the four lowest nibbles of `selector`, each below 8; higher ones are
-// free.
+// Bytes of (low, high) by the four lowest nibbles of `selector`: the byte of its three lower bits,
+// and if the fourth is set the sign of that in all bits. Higher nibbles are free.
 VERKV_DEVICE unsigned pick_bytes(unsigned low, unsigned high, unsigned selector) {
   unsigned x;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(low), "r"(high), "r"(selector));
   return x;
 }
 
-// Level bytes of four coordinates (4c .. 4c + 3) of two tokens from their bytes of the low plane
-// and of the high plane, in bits 0-7 and 8-15.
-template <int kBits>
-VERKV_DEVICE void expand_levels(const unsigned (&level)[4], unsigned low, unsigned high,
-                                unsigned (&out)[2]) {
-  unsigned code = spread_pairs(low);
-  if constexpr (kBits == 2) {
-    out[0] = pick_bytes(level[0], level[0], code);
-    out[1] = pick_bytes(level[0], level[0], code >> 16);
-  } else {
-    const unsigned pairs = spread_pairs(high);
-    code |= (pairs & 0x11111111u) << 2;
-    const unsigned upper = 0x32103210u | ((pairs & 0x22222222u) << 1);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned below = pick_bytes(level[0], level[1], code >> (16 * i));
-      const unsigned above = pick_bytes(level[2], level[3], code >> (16 * i));
-      out[i] = pick_bytes(below, above, upper >> (16 * i));
-    }
-  }
+// Levels of four coordinates of four tokens, as the rows of a product want them: coordinates 0 and
+// 2 of the first two tokens, the same of the others, coordinates 1 and 3 of the first two, of the
+// others. So a row is a pair of tokens, nibbles need no sorting by token, and the two columns that
+// a head has fill the eight of a product with four heads.
+struct Levels {
+  unsigned row[4];
+};
+
+VERKV_DEVICE Levels look_up(unsigned low, unsigned high, unsigned even, unsigned odd) {
+  return {pick_bytes(low, high, even), pick_bytes(low, high, even >> 16),
+          pick_bytes(low, high, odd), pick_bytes(low, high, odd >> 16)};
 }
 
-// c += a (16 tokens x 32 coordinates, unsigned) * b (32 coordinates x 8 heads, signed); exact.
-VERKV_DEVICE void multiply(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                           unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+// c += a (16 pairs of tokens x 32) * b (32 x two columns of four heads), signed bytes; exact.
+VERKV_DEVICE void multiply(int (&c)[4], const Levels& a, uint2 b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+      : "r"(a.row[0]), "r"(a.row[1]), "r"(a.row[2]), "r"(a.row[3]), "r"(b.x), "r"(b.y));
 }
 
-// One step over 32 coordinates, quads c and c + 4 of this thread.
-enum class Bits {
-  fine,    // both quads are there and have 4 bits
-  coarse,  // both are there and have 2
-  any      // the first `fine` quads, a multiple of 4 or all of them, have 4, the others 2
+constexpr unsigned kPairs = 0x33333333u;
+
+// Sums over the coordinates of four tokens, twice, for one head of each set.
+template <int kSets>
+struct Sums {
+  int of[kSets][2][4] = {};
 };
-template <Bits kBits>
-VERKV_DEVICE void dot_step(const unsigned (&level)[4], unsigned coarse, int fine,
-                           const std::uint8_t* low, const std::uint8_t* high,
-                           const std::int8_t* column, int c, int quads, int (&sum)[2][4]) {
-  unsigned a[2][4];  // [first or second half of the step][token]
+
+// The planes of a thread's eight tokens, from its quad of the first step on, and its column.
+struct Operands {
+  const std::uint8_t* low;
+  const std::uint8_t* high;
+  const uint2* column;
+  int set_stride;  // pairs of words from a column to that of the next set
+};
+
+// Steps over 16 coordinates, `at` quads on: thread t of four takes the quad that is t further.
+// `read`: the same for the planes. All loads come before the first use. `below`, for codes with 4
+// bits: the sums of the sizes of negative levels.
+template <int kSets, bool kFine, int kSteps>
+VERKV_DEVICE void dot_steps(const Operands& from, int at, int read, Sums<kSets>& sums,
+                            Sums<kSets>* below = nullptr) {
+  const std::uint8_t* first_low = from.low + kSketchGroup * read;
+  const std::uint8_t* first_high = from.high + kSketchGroup * read;
+  const uint2* column = from.column + at;
+  uint2 low[kSteps];
+  uint2 high[kSteps];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int quad = c + 4 * i;
-    unsigned low_word = 0;
-    unsigned high_word = 0;
-    const bool is_fine = kBits == Bits::fine || (kBits == Bits::any && quad < fine);
-    if (kBits != Bits::any || quad < quads) {
-      low_word = *reinterpret_cast<const unsigned*>(low + kSketchGroup * quad);
-      if (is_fine) high_word = *reinterpret_cast<const unsigned*>(high + kSketchGroup * quad);
-    }
+  for (int s = 0; s < kSteps; ++s) {
+    low[s] = __ldg(reinterpret_cast<const uint2*>(first_low + 4 * kSketchGroup * s));
+    if constexpr (kFine)
+      high[s] = __ldg(reinterpret_cast<const uint2*>(first_high + 4 * kSketchGroup * s));
+  }
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      unsigned pair[2];
-      const unsigned low_half = (low_word >> (16 * j)) & 0xffffu;
-      const unsigned high_half = (high_word >> (16 * j)) & 0xffffu;
-      if (is_fine) {
-        expand_levels<4>(level, low_half, high_half, pair);
+  for (int s = 0; s < kSteps; ++s) {
+    uint2 query[kSets];
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) query[set] = column[set * from.set_stride + 4 * s];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned x = i == 0 ? low[s].x : low[s].y;
+      Levels levels;
+      if constexpr (kFine) {
+        const unsigned y = i == 0 ? high[s].x : high[s].y;
+        // Nibbles of whole codes. For the other look-up bit 3 is inverted, and bit 2 with it: the
+        // words of its table are exchanged.
+        const unsigned even = (x & kPairs) | ((y << 2) & ~kPairs);
+        const unsigned odd = ((x >> 2) & kPairs) | (y & ~kPairs);
+        const Levels negative = look_up(kNegativeLow, kNegativeHigh, even, odd);
+        levels = look_up(kPositiveHigh, kPositiveLow, even ^ ~kPairs, odd ^ ~kPairs);
+#pragma unroll
+        for (int set = 0; set < kSets; ++set) multiply(below->of[set][i], negative, query[set]);
       } else {
-        const unsigned only[4] = {coarse, 0, 0, 0};
-        expand_levels<2>(only, low_half, 0, pair);
+        levels = look_up(kCoarse, kCoarse, x & kPairs, (x >> 2) & kPairs);
       }
-      a[i][2 * j] = pair[0];
-      a[i][2 * j + 1] = pair[1];
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) multiply(sums.of[set][i], levels, query[set]);
     }
   }
-  const unsigned b0 = *reinterpret_cast<const unsigned*>(column + 4 * c);
-  const unsigned b1 = *reinterpret_cast<const unsigned*>(column + 4 * c + 16);
-  multiply(sum[0], a[0][0], a[0][1], a[1][0], a[1][1], b0, b1);
-  multiply(sum[1], a[0][2], a[0][3], a[1][2], a[1][3], b0, b1);
 }
 
-// The dots of 32 tokens with eight heads. Thread (g, t) of a warp reads tokens 4g .. 4g + 3, one
-// word of a plane of their group, and gets their dots with heads 2t and 2t + 1: out[token][head -
-// 2t].
-VERKV_DEVICE void sketch_dots(const SketchShape& shape, const unsigned (&level)[4], unsigned coarse,
-                              const std::uint8_t* group, const std::int8_t* code, int code_stride,
-                              int (&out)[4][2]) {
+// The integer scores of a warp's 64 tokens, less their bias. Thread (g, t) reads tokens 8g .. 8g +
+// 7, whose group starts at `group`, and gets their scores for head t of each set.
+template <int kSets>
+VERKV_DEVICE Sums<kSets> sketch_dots(const SketchShape& shape, const std::uint8_t* group,
+                                     const uint2* columns, int column_stride) {
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
   const int quads = shape.low_bytes();
-  const int fine = shape.high_bytes();
-  const std::uint8_t* low = group + g % 4 * 4;
-  const std::uint8_t* high = low + kSketchGroup * quads;
-  const std::int8_t* column = code + g * code_stride;
-  int sum[2][4] = {};
-  // Whole steps have no condition, so that their loads are on their way before the first is used.
-  const int whole = quads / 8 * 8;
-  int c = t;  // c - t is the same in the whole warp, which the products need
-#pragma unroll 4
-  for (; c - t + 8 <= fine && c - t < whole; c += 8)
-    dot_step<Bits::fine>(level, coarse, fine, low, high, column, c, quads, sum);
-  // At most one step has both kinds, or is cut short while the first kind lasts.
-  if (c - t < fine) {
-    dot_step<Bits::any>(level, coarse, fine, low, high, column, c, quads, sum);
-    c += 8;
-  }
-#pragma unroll 4
-  for (; c - t < whole; c += 8)
-    dot_step<Bits::coarse>(level, coarse, fine, low, high, column, c, quads, sum);
-  if (c - t < quads) dot_step<Bits::any>(level, coarse, fine, low, high, column, c, quads, sum);
+  const int fine = shape.high_bytes();  // a multiple of four, or all
+  const std::uint8_t* low = group + g % 2 * 8 + kSketchGroup * t;
+  const Operands from{low, low + kSketchGroup * quads, columns + g * column_stride + t,
+                      8 * column_stride};
+  // The last step may lack quads. Their queries are zero, so any are read.
+  const auto there = [&](int at) { return min(at, quads - 1 - t); };
+  Sums<kSets> sums;
+  int at = 0;
+  if (fine > 0) {
+    Sums<kSets> below;
+#pragma unroll 1
+    for (; at + 8 <= fine; at += 8) dot_steps<kSets, true, 2>(from, at, at, sums, &below);
+#pragma unroll 1
+    for (; at < fine; at += 4) dot_steps<kSets, true, 1>(from, at, there(at), sums, &below);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    out[2 * i][0] = sum[i][0];
-    out[2 * i][1] = sum[i][1];
-    out[2 * i + 1][0] = sum[i][2];
-    out[2 * i + 1][1] = sum[i][3];
+    for (int i = 0; i < 8 * kSets; ++i)
+      sums.of[i / 8][i / 4 % 2][i % 4] -= below.of[i / 8][i / 4 % 2][i % 4];
   }
+#pragma unroll 1
+  for (; at + 16 <= quads; at += 16) dot_steps<kSets, false, 4>(from, at, at, sums);
+#pragma unroll 1
+  for (; at + 8 <= quads; at += 8) dot_steps<kSets, false, 2>(from, at, at, sums);
+#pragma unroll 1
+  for (; at < quads; at += 4) dot_steps<kSets, false, 1>(from, at, there(at), sums);
+  return sums;
 }
 
-VERKV_DEVICE unsigned half_word(uint2 x, int i) {
-  return ((i < 2 ? x.x : x.y) >> (16 * (i % 2))) & 0xffffu;
+// Halves of two tokens in a word of scales or odds.
+VERKV_DEVICE unsigned word_of(const uint4& x, int i) {
+  return i < 2 ? (i == 0 ? x.x : x.y) : (i == 2 ? x.z : x.w);
+}
+VERKV_DEVICE float scale_of(const uint4& scales, int token) {
+  const unsigned word = word_of(scales, token / 2);
+  return __uint_as_float((token % 2 == 0 ? word << 15 : word >> 1) & 0x7fff8000u);
+}
+VERKV_DEVICE bool has_finite_odds(const uint4& odds, int token) {
+  const unsigned word = word_of(odds, token / 2);
+  constexpr unsigned kInfinity = static_cast<unsigned>(kPositive16Infinity.bits) << 16;
+  return (token % 2 == 0 ? word << 16 : word) < kInfinity;
+}
+
+// The odds of eight tokens, infinite from the token `left` on.
+VERKV_DEVICE uint4 infinite_from(uint4 odds, int left) {
+  const auto beyond = [left](int token) {
+    return (token >= left ? 0xffffu : 0u) | (token + 1 >= left ? 0xffff0000u : 0u);
+  };
+  return make_uint4(odds.x | beyond(0), odds.y | beyond(2), odds.z | beyond(4), odds.w | beyond(6));
+}
+
+constexpr int kLine = 128;
+
+// Asks for a line of memory that will be read, so that the wait for it passes meanwhile.
+VERKV_DEVICE void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
 }
 
 // ---- The kernel ---------------------------------------------------------------------------------
 
-// Grid: (rows x KV heads, splits, parts of a group). kSketched: not the exact sketch.
-template <bool kSketched>
-__global__ void __launch_bounds__(kThreads) scores_kernel(const StepArguments arguments) {
+// What a block works on.
+struct Work {
+  const StepArguments& arguments;
+  const HeadView& head;
+  Part units;               // of compressed tokens
+  std::int64_t query_head;  // the first, counted over rows
+  int heads;
+  float* query;
+  int query_stride;
+  float* in_basis;  // strides of the query
+  uint2* columns;
+  int column_stride;
+
+  VERKV_DEVICE bool has_units() const { return units.begin < units.end; }
+};
+
+// Exact products with the block's part of the residents, and before them with the rows of the
+// sketch's basis, which every split takes, or with the keys of its tokens themselves.
+template <bool kSketched, int kHeads>
+VERKV_DEVICE void exact_products(const Work& work, float (&top)[sets_of(kHeads)]) {
+  constexpr int kChunk = kChunkRows<kHeads>;
+  const LayerView& layer = work.arguments.view.layer;
+  const StepWorkspace& ws = work.arguments.workspace;
+  const HeadView& head = work.head;
+  const int dim = layer.key_dim;
+  const Part basis{0, work.has_units() ? (head.sketch_dim + kChunk - 1) / kChunk : 0};
+  const Part before = kSketched ? basis : part_of(head.compressed, kChunk, work.arguments.grid);
+  const Part residents = part_of(head.residents(), kChunk, work.arguments.grid);
+  // The last warp has the mean's share to add up.
+  constexpr int kWorkers = kSketched ? kWarps - 1 : kWarps;
+  const int warp = threadIdx.x / 32;
+  if (warp == kWorkers) return;
+  const int before_chunks = before.end - before.begin;
+  const int chunks = before_chunks + residents.end - residents.begin;
+  for (int chunk = warp; chunk < chunks; chunk += kWorkers) {
+    const bool is_resident = chunk >= before_chunks;
+    Rows rows{layer.storage, head.resident_keys, dim, static_cast<std::uint32_t>(head.residents())};
+    std::uint32_t row_begin = kChunk * (residents.begin + chunk - before_chunks);
+    if (!is_resident) {
+      row_begin = kChunk * (before.begin + chunk);
+      rows = kSketched ? Rows{DType::f16, reinterpret_cast<const std::byte*>(head.basis_query), dim,
+                              static_cast<std::uint32_t>(head.sketch_dim)}
+                       : Rows{layer.storage, head.host_rows, dim + layer.value_dim,
+                              static_cast<std::uint32_t>(head.compressed)};
+    }
+    // Asked for before the products, of whose rows it decides later whether they count.
+    std::uint32_t position[kRows<kHeads>];
+#pragma unroll
+    for (int r = 0; r < kRows<kHeads>; ++r) {
+      const std::uint32_t i = min(row_of(row_begin, r), rows.end - 1);
+      position[r] = is_resident && i < head.drawn ? __ldg(head.resident_position + i) : i;
+    }
+    const Products<kHeads> products =
+        dot_chunk<kHeads>(rows, dim, row_begin, work.query, work.query_stride);
+#pragma unroll
+    for (int r = 0; r < kRows<kHeads>; ++r) {
+      const std::uint32_t i = row_of(row_begin, r);
+      if (i >= rows.end) continue;
+      // The shift may use every logit that does not depend on the draw.
+      bool counts = is_resident && i >= head.drawn;
+      if (!counts && (is_resident || !kSketched))
+        counts = (head.odds[position[r]].bits < kPositive16Infinity.bits) != is_resident;
+#pragma unroll
+      for (int set = 0; set < sets_of(kHeads); ++set) {
+        const int h = head_of(set);
+        if (h >= work.heads) continue;
+        if (kSketched && !is_resident) {
+          work.in_basis[h * work.query_stride + i] = products.of[r][set];
+          continue;
+        }
+        const float logit = soft_capped(products.of[r][set], layer.soft_cap);
+        float* out = is_resident ? ws.resident_logit + (work.query_head + h) * ws.resident_stride
+                                 : ws.weight + (work.query_head + h) * ws.token_stride;
+        out[i] = logit;
+        if (counts) top[set] = raise(top[set], logit);
+      }
+    }
+  }
+}
+
+// sketch_of() where the sketch has codes.
+VERKV_DEVICE SketchShape coded_shape(const HeadView& head) {
+  return {SketchKind::calibrated, head.sketch_dim, head.sketch_fine};
+}
+
+// Asks for the first codes of a block, each thread for a line.
+VERKV_DEVICE void prefetch_codes(const Work& work) {
+  const HeadView& head = work.head;
+  const std::int64_t group_bytes = kSketchGroup * coded_shape(head).code_bytes();
+  const auto groups = static_cast<int>((head.compressed + kSketchGroup - 1) / kSketchGroup);
+  const std::int64_t at = kUnitGroups * work.units.begin * group_bytes + kLine * threadIdx.x;
+  if (at < min(groups, kUnitGroups * work.units.end) * group_bytes) prefetch(head.codes + at);
+}
+
+// The sketched logits of the block's part of the compressed tokens.
+template <int kSets>
+VERKV_DEVICE void sketched_logits(const Work& work, const Constants& constants,
+                                  float (&top)[kSets]) {
+  const LayerView& layer = work.arguments.view.layer;
+  const StepWorkspace& ws = work.arguments.workspace;
+  const HeadView& head = work.head;
+  const SketchShape sketch = coded_shape(head);
+  const int lane = threadIdx.x % 32;
+  const int group_bytes = static_cast<int>(kSketchGroup) * sketch.code_bytes();
+  const auto compressed = static_cast<std::uint32_t>(head.compressed);
+  const auto last_group = static_cast<int>((compressed - 1) / kSketchGroup);
+  const std::uint8_t* codes = head.codes;
+  const Positive16* all_scales = head.scales;
+  const Positive16* all_odds = head.odds;
+  const int unit_bytes = kUnitGroups * group_bytes;
+  const int first_unit = work.units.begin + static_cast<int>(threadIdx.x) / 32;
+  const int whole_end = min(work.units.end, static_cast<int>(compressed / kUnitTokens));
+  const bool asks = kLine * lane < unit_bytes;
+  const std::uint8_t* ahead =
+      codes + (std::int64_t{first_unit} + kUnitsAhead * kWarps) * unit_bytes + kLine * lane;
+  float factor[kSets];
+  float shift[kSets];
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+    const int h = head_of(set);
+    const bool there = h < work.heads && work.has_units();
+    factor[set] = there ? constants.factor[h] : 0.0F;
+    shift[set] = there ? constants.shift[h] : 0.0F;
+  }
+  for (int unit = first_unit; unit < work.units.end; unit += kWarps) {
+    const std::uint32_t token = std::uint32_t{kUnitTokens} * unit + lane / 4 * 8;
+    const auto group = static_cast<int>(token / kSketchGroup);
+    if (asks && unit + kUnitsAhead * kWarps < whole_end) prefetch(ahead);
+    ahead += std::int64_t{kWarps} * unit_bytes;
+    // A group that is not there is read as the last one. All loads begin before the products.
+    const int read = min(group, last_group);
+    const std::int64_t token_read = kSketchGroup * read + lane / 4 % 2 * 8;
+    const uint4 scales = __ldg(reinterpret_cast<const uint4*>(all_scales + token_read));
+    uint4 odds = __ldg(reinterpret_cast<const uint4*>(all_odds + token_read));
+    const Sums<kSets> sums = sketch_dots<kSets>(sketch, codes + std::int64_t{read} * group_bytes,
+                                                work.columns, work.column_stride);
+    if (group > last_group) continue;
+    if (compressed - token < 8) odds = infinite_from(odds, static_cast<int>(compressed - token));
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      float logit[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const auto dot = static_cast<float>(sums.of[set][j / 4][j % 4]);
+        logit[j] = fmaf(factor[set] * scale_of(scales, j), dot, shift[set]);
+      }
+      if (layer.soft_cap != 0) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) logit[j] = soft_capped(logit[j], layer.soft_cap);
+      }
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (has_finite_odds(odds, j)) top[set] = fmaxf(top[set], logit[j]);
+      }
+      if (head_of(set) >= work.heads) continue;
+      float4* out = reinterpret_cast<float4*>(
+          ws.weight + (work.query_head + head_of(set)) * ws.token_stride + token);
+      out[0] = make_float4(logit[0], logit[1], logit[2], logit[3]);
+      out[1] = make_float4(logit[4], logit[5], logit[6], logit[7]);
+    }
+  }
+}
+
+// Grid: (rows x KV heads, splits, parts of a group). kHeads: 1, 2, 4 or 8, not below the query
+// heads of a part. kSketched: not the exact sketch.
+template <bool kSketched, int kHeads>
+__global__ void __launch_bounds__(kThreads, 1) scores_kernel(const StepArguments arguments) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Constants constants;
   __shared__ float warp_tops[kWarps][kScoreHeads];
+  constexpr int kSets = sets_of(kHeads);
   const StepView& step = arguments.view;
   const LayerView& layer = step.layer;
   const StepWorkspace& ws = arguments.workspace;
   const int pair = blockIdx.x;
-  const int split = blockIdx.y;
-  const int splits = arguments.grid.score_splits;
   const int row = pair / layer.kv_heads;
   const int kv_head = pair % layer.kv_heads;
-  const int first = blockIdx.z * kScoreHeads;
-  const int heads = min(kScoreHeads, layer.group - first);
+  const int first = kv_head * layer.group + static_cast<int>(blockIdx.z) * kScoreHeads;
   const int slot = step.slots[row];
   if (slot < 0) return;
-  const HeadView head = step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + kv_head];
-  const SketchShape sketch = sketch_of(layer, head);
+  const ScoreShared<kHeads> shared(layer);
+  const HeadView& head = step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + kv_head];
+  const Work work{arguments,
+                  head,
+                  part_of(head.compressed, kUnitTokens, arguments.grid),
+                  static_cast<std::int64_t>(row) * layer.query_heads() + first,
+                  min(kScoreHeads, (kv_head + 1) * layer.group - first),
+                  reinterpret_cast<float*>(memory),
+                  shared.query_stride,
+                  reinterpret_cast<float*>(memory + shared.basis_offset()),
+                  reinterpret_cast<uint2*>(memory),
+                  shared.column_stride};
   const int tid = threadIdx.x;
   const int warp = tid / 32;
   const int lane = tid % 32;
-  const int dim = layer.key_dim;
-  const std::int64_t query_head =
-      static_cast<std::int64_t>(row) * layer.query_heads() + kv_head * layer.group + first;
 
   // The counters of the later launches start at zero in every step, also in a replayed one.
-  if (split == 0 && blockIdx.z == 0 && tid == 0) {
+  if (blockIdx.y == 0 && blockIdx.z == 0 && tid == 0) {
     ws.groups[pair].planned_heads = 0;
     for (int p = 0; p < arguments.grid.attend_parts; ++p)
       ws.attended[static_cast<std::int64_t>(pair) * arguments.grid.attend_parts + p] = 0;
   }
 
-  const ScoreShared shared(layer);
-  float* query = reinterpret_cast<float*>(memory);
-  float* in_basis = query + kScoreHeads * shared.query_stride;
-  std::int8_t* code = reinterpret_cast<std::int8_t*>(memory + shared.code_offset());
-  for (int i = tid; i < heads * shared.query_stride; i += kThreads) {
-    const int h = i / shared.query_stride;
-    const int j = i % shared.query_stride;
-    float x = 0;
-    if (j < dim) {
-      const std::int64_t at = row * step.query_row_stride +
-                              (kv_head * layer.group + first + h) * step.query_head_stride + j;
-      x = layer.scale * load_query(step, at);
-    }
-    query[i] = x;
-  }
-  if constexpr (kSketched) {
-    for (int i = tid; i < kScoreHeads * shared.code_stride / 4; i += kThreads)
-      reinterpret_cast<unsigned*>(code)[i] = 0;
-  }
-  if (tid < kScoreHeads) {
-    constants.shift[tid] = 0;
-    constants.factor[tid] = 0;
-    constants.sum[tid] = 0;
-  }
+  if constexpr (kSketched) prefetch_codes(work);
+  load_queries<kHeads>(step, row, first, work.heads, work.query, work.query_stride);
   __syncthreads();
+  float top[kSets];  // of the heads head_of(set)
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) top[set] = minus_infinity();
+  exact_products<kSketched, kHeads>(work, top);
   if constexpr (kSketched) {
-    if (head.compressed > 0) {
-      dot_rows(head.basis_query, dim, dim, 0, sketch.dim, query, shared.query_stride, heads,
-               dim % 4 == 0, [&](std::int64_t i, int h, float x) {
-                 in_basis[h * shared.query_stride + static_cast<int>(i)] = x;
-               });
+    if (work.has_units() && warp == kWarps - 1 && lane < work.heads)
+      constants.shift[lane] =
+          mean_share(work.query + lane * work.query_stride, head.channel_means, layer.key_dim);
+    __syncthreads();
+    if (work.has_units() && warp < kSetHeads * kSets) {
+      const float factor = encode_by_warp(
+          work.in_basis + warp * work.query_stride, head.sketch_dim, warp < work.heads,
+          head.basis_unit, work.columns + 2 * warp * work.column_stride, work.column_stride);
+      if (lane == 0) constants.factor[warp] = factor;
     }
     __syncthreads();
-    if (head.compressed > 0) {
-      for (int task = warp; task < 2 * heads; task += kWarps) {
-        const int h = task % heads;
-        if (task < heads) {
-          encode_by_warp(in_basis + h * shared.query_stride, sketch.dim, head.basis_unit,
-                         code + h * shared.code_stride, h, constants);
-        } else if (lane == 0) {
-          constants.shift[h] = mean_share(query + h * shared.query_stride, head.channel_means, dim);
-        }
-      }
-    }
+    sketched_logits<kSets>(work, constants, top);
+  }
+
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+#pragma unroll
+    for (int distance = 16; distance >= 4; distance /= 2)
+      top[set] = raise(top[set], __shfl_xor_sync(kWholeWarp, top[set], distance));
+    if (lane < kSetHeads) warp_tops[warp][head_of(set)] = top[set];
   }
   __syncthreads();
-
-  float top[kScoreHeads];
-#pragma unroll
-  for (int h = 0; h < kScoreHeads; ++h) top[h] = minus_infinity();
-  float sketched_top[2] = {minus_infinity(), minus_infinity()};  // of heads 2t and 2t + 1
-
-  // Residents of this split.
-  {
-    const std::int64_t all = head.residents();
-    const std::int64_t each = (all + splits - 1) / splits;
-    const std::int64_t begin = min(all, split * each);
-    const std::int64_t end = min(all, begin + each);
-    dot_rows(layer.storage, head.resident_keys, dim, dim, begin, end, query, shared.query_stride,
-             heads, [&](std::int64_t i, int h, float logit) {
-               logit = soft_capped(logit, layer.soft_cap);
-               ws.resident_logit[(query_head + h) * ws.resident_stride + i] = logit;
-               // The shift may use every logit that does not depend on the draw.
-               const bool high = i >= head.drawn || head.odds[head.resident_position[i]].bits >=
-                                                        kPositive16Infinity.bits;
-               if (high) top[h] = raise(top[h], logit);
-             });
-  }
-
-  // Compressed tokens of this split.
-  const std::int64_t units = (head.compressed + kUnitTokens - 1) / kUnitTokens;
-  const std::int64_t each = (units + splits - 1) / splits;
-  const std::int64_t begin = min(units, split * each);
-  const std::int64_t end = min(units, begin + each);
-  if constexpr (!kSketched) {
-    const std::int64_t stride = dim + layer.value_dim;
-    dot_rows(layer.storage, head.host_rows, stride, dim, begin * kUnitTokens,
-             min(head.compressed, end * kUnitTokens), query, shared.query_stride, heads,
-             [&](std::int64_t i, int h, float logit) {
-               logit = soft_capped(logit, layer.soft_cap);
-               ws.weight[(query_head + h) * ws.token_stride + i] = logit;
-               if (head.odds[i].bits < kPositive16Infinity.bits) top[h] = raise(top[h], logit);
-             });
-  } else {
-    const int g = lane / 4;
-    const int t = lane % 4;
-    unsigned level[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      level[i] = layer.levels.byte[4 * i] | (layer.levels.byte[4 * i + 1] << 8) |
-                 (layer.levels.byte[4 * i + 2] << 16) |
-                 (static_cast<unsigned>(layer.levels.byte[4 * i + 3]) << 24);
-    }
-    const unsigned coarse = layer.levels.coarse_byte[0] | (layer.levels.coarse_byte[1] << 8) |
-                            (layer.levels.coarse_byte[2] << 16) |
-                            (static_cast<unsigned>(layer.levels.coarse_byte[3]) << 24);
-    for (std::int64_t unit = begin + warp; unit < end; unit += kWarps) {
-      const std::int64_t token = unit * kUnitTokens + 4 * g;
-      const std::int64_t group = token / kSketchGroup;
-      const bool there = group * kSketchGroup < head.compressed;
-      int dot[4][2];
-      // A group that is not there is read as the one before it, which is.
-      sketch_dots(sketch, level, coarse,
-                  head.codes + (there ? group : group - 1) * (kSketchGroup * sketch.code_bytes()),
-                  code, shared.code_stride, dot);
-      if (!there) continue;
-      const uint2 scale = *reinterpret_cast<const uint2*>(head.scales + token);
-      const uint2 odds = *reinterpret_cast<const uint2*>(head.odds + token);
-#pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        const int h = 2 * t + column;
-        if (h >= heads) continue;
-        float logit[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float x = sketch_logit(dot[j][column], constants.sum[h],
-                                       Positive16{static_cast<std::uint16_t>(half_word(scale, j))},
-                                       constants.factor[h], constants.shift[h]);
-          logit[j] = soft_capped(x, layer.soft_cap);
-          if (token + j < head.compressed && half_word(odds, j) < kPositive16Infinity.bits)
-            sketched_top[column] = raise(sketched_top[column], logit[j]);
-        }
-        *reinterpret_cast<float4*>(ws.weight + (query_head + h) * ws.token_stride + token) =
-            make_float4(logit[0], logit[1], logit[2], logit[3]);
-      }
-    }
-  }
-
-#pragma unroll
-  for (int h = 0; h < kScoreHeads; ++h) {
-    const float x = warp_top(lane % 4 == h / 2 ? raise(top[h], sketched_top[h % 2]) : top[h]);
-    if (lane == 0) warp_tops[warp][h] = x;
-  }
-  __syncthreads();
-  if (tid < heads) {
+  if (tid < work.heads) {
     float x = minus_infinity();
+#pragma unroll
     for (int w = 0; w < kWarps; ++w) x = raise(x, warp_tops[w][tid]);
-    ws.slice_top[(query_head + tid) * splits + split] = x;
+    ws.slice_top[(work.query_head + tid) * arguments.grid.score_splits + blockIdx.y] = x;
   }
+}
+
+template <bool kSketched, int kHeads>
+cudaError_t launch_for(const StepArguments& arguments, cudaStream_t stream) {
+  const LayerView& layer = arguments.view.layer;
+  const dim3 grid(static_cast<unsigned>(arguments.view.rows * layer.kv_heads),
+                  static_cast<unsigned>(arguments.grid.score_splits),
+                  static_cast<unsigned>(arguments.grid.score_parts));
+  return launch(scores_kernel<kSketched, kHeads>, grid, kThreads,
+                static_cast<std::size_t>(ScoreShared<kHeads>(layer).bytes()), stream, arguments);
 }
 
 }  // namespace
 
 cudaError_t launch_scores(const StepArguments& arguments, cudaStream_t stream) {
   const LayerView& layer = arguments.view.layer;
-  const dim3 grid(static_cast<unsigned>(arguments.view.rows * layer.kv_heads),
-                  static_cast<unsigned>(arguments.grid.score_splits),
-                  static_cast<unsigned>(arguments.grid.score_parts));
-  const std::size_t shared = static_cast<std::size_t>(ScoreShared(layer).bytes());
-  const auto launch_one = [&](auto* kernel) {
-    return launch(kernel, grid, kThreads, shared, stream, arguments);
-  };
-  return layer.sketch.kind == SketchKind::exact ? launch_one(scores_kernel<false>)
-                                                : launch_one(scores_kernel<true>);
+  const int heads = layer.group;
+  if (layer.sketch.kind == SketchKind::exact) {
+    return heads <= kSetHeads ? launch_for<false, kSetHeads>(arguments, stream)
+                              : launch_for<false, kScoreHeads>(arguments, stream);
+  }
+  if (heads == 1) return launch_for<true, 1>(arguments, stream);
+  if (heads == 2) return launch_for<true, 2>(arguments, stream);
+  return heads <= kSetHeads ? launch_for<true, kSetHeads>(arguments, stream)
+                            : launch_for<true, kScoreHeads>(arguments, stream);
 }
 
 }  // namespace verkv::cuda

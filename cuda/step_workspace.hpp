@@ -15,7 +15,7 @@ namespace verkv::cuda {
 
 inline constexpr int kLanes = 16;
 inline constexpr int kBlockTokens = 512;
-// Query heads that one block of the scores takes: the columns of a matrix instruction.
+// Most query heads that one block of the scores takes: two matrix products of four.
 inline constexpr int kScoreHeads = 8;
 // Most query heads that one block of the attention takes; a larger group reads its rows once a
 // part.
@@ -50,10 +50,11 @@ struct GroupState {
 // [query head] is row * query_heads + head, [KV head] is row * kv_heads + head. Strides in
 // elements.
 struct StepWorkspace {
-  std::int64_t token_stride = 0;        // a multiple of 512
-  std::int64_t resident_stride = 0;     // a multiple of 16
-  std::int64_t mask_stride = 0;         // token_stride / 32
-  float* weight = nullptr;              // [query head][token]: logits, then weights
+  std::int64_t token_stride = 0;     // a multiple of 512
+  std::int64_t resident_stride = 0;  // a multiple of 16
+  std::int64_t mask_stride = 0;      // token_stride / 32
+  float* weight =
+      nullptr;  // [query head][token]: logits, then weights, 0 where fetched after the certificate
   float* resident_logit = nullptr;      // [query head][resident slot]
   float* slice_top = nullptr;           // [query head][score split]
   HeadState* heads = nullptr;           // [query head]

@@ -377,11 +377,12 @@ TEST_CASE("scores of tokens and residents beyond 2^31") {
     StepArguments near = arguments_of(scene, 1, 0);
     VERKV_CUDA_CHECK(launch_scores(near, nullptr));
 
-    // The near tokens and residents are those of the last of so many splits.
+    // The near tokens and residents are those of the last of so many splits, which are cut between
+    // the 16 residents that a warp takes at a time.
     constexpr std::int64_t kSplits = 4000000;
     const HeadView& head = scene.head_view(0, 0);
     const std::int64_t tokens = (kSplits - 1) * head.compressed;
-    const std::int64_t slots = (kSplits - 1) * head.residents();
+    const std::int64_t slots = (kSplits - 1) * ((head.residents() + 15) / 16 * 16);
     StepArguments far = arguments_of(scene, static_cast<int>(kSplits), 0);
     far.view.heads = upload(std::vector<HeadView>{far_head(scene, tokens, slots)});
     const StepWorkspace ws = far.workspace;

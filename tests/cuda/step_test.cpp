@@ -84,12 +84,34 @@ TEST_CASE("Bytes that a step reads", "[cpu-device]") {
     return found == allocations.end() ? 0 : static_cast<std::int64_t>(found->second.read_bytes);
   };
   const HeadView& head = scene.head_view(0, 0);
+  // A warp takes 64 tokens at a time, and reads the last group again for those that are not there.
   CHECK(bytes_read(0, head.codes) ==
-        code_storage_bytes(scene.store(0, 0).sketch(scene.shape()), 1568));
+        code_storage_bytes(scene.store(0, 0).sketch(scene.shape()), 1600));
   const std::int64_t moved = scene.totals().moved;
   REQUIRE(moved > 20);
   CHECK(bytes_read(3, head.host_rows) == moved * scene.shape().row_bytes());
   for (std::size_t launch = 0; launch < 3; ++launch) CHECK(bytes_read(launch, head.host_rows) == 0);
+}
+
+TEST_CASE("Splits of the scores") {
+  LayerView layer;
+  layer.kv_heads = 8;
+  layer.group = 4;
+  layer.key_dim = layer.value_dim = 128;
+  const auto splits = [&](int rows, std::int64_t compressed, std::int64_t residents) {
+    return step_grid(layer, rows, compressed, residents).score_splits;
+  };
+  // 132 blocks run at a time.
+  CHECK(splits(1, 0, 0) == 1);
+  CHECK(splits(1, 900, 100) == 1);
+  CHECK(splits(1, 32672, 2138) == 16);
+  CHECK(splits(1, 131072, 8192) == 16);
+  CHECK(splits(16, 32672, 2138) == 1);
+  CHECK(splits(20, 32672, 2138) == 4);  // 160 pairs, in five turns
+  layer.kv_heads = 1;
+  CHECK(splits(1, 1 << 20, 1 << 16) == 64);
+  layer.group = 17;  // three parts
+  CHECK(splits(1, 131072, 8192) == 44);
 }
 
 TEST_CASE("A workspace is enough for fewer rows and shorter caches") {
