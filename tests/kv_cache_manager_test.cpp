@@ -2762,12 +2762,13 @@ TEST_CASE("Calls from several threads take turns") {
   config.chunk_tokens = 8;
   const auto cache = make_cache(config);
   Random random(37);
-  const std::vector<float> rows = random_block(random, 400, 1, 16, 1).data;
+  const std::vector<float> rows = random_block(random, 403, 1, 16, 1).data;
   const std::vector<float> scores(400, 1.0f);
-  const auto life = [&](std::uint64_t draw) {
-    const verkv::SequenceId id = cache->create_sequence(draw);
+  // Each with rows and a draw of its own.
+  const auto life = [&](std::uint64_t which) {
+    const verkv::SequenceId id = cache->create_sequence(which);
     const auto view = [&](std::int64_t tokens) {
-      return verkv::token_major(rows.data(), DType::f32, tokens, 1, 16);
+      return verkv::token_major(rows.data() + which * 16, DType::f32, tokens, 1, 16);
     };
     cache->append(id, 0, view(400), view(400));
     const verkv::ImportanceView importance{scores.data(), 1, 400, 400};
@@ -2783,14 +2784,16 @@ TEST_CASE("Calls from several threads take turns") {
     }
     return output;
   };
-  const std::vector<float> alone = life(7);
+  std::vector<std::vector<float>> alone;
+  for (std::uint64_t which = 0; which < 3; ++which) alone.push_back(life(which));
+  REQUIRE_FALSE(same_floats(alone[0], alone[1]));
+  REQUIRE_FALSE(same_floats(alone[1], alone[2]));
   std::vector<std::vector<float>> result(3);
   std::vector<std::thread> threads;
-  const std::vector<float> other = life(8);
-  CHECK_FALSE(same_floats(alone, other));
-  for (std::vector<float>& one : result) threads.emplace_back([&] { one = life(7); });
+  for (std::uint64_t which = 0; which < 3; ++which)
+    threads.emplace_back([&, which] { result[which] = life(which); });
   for (std::thread& thread : threads) thread.join();
-  for (const std::vector<float>& one : result) CHECK(same_floats(one, alone));
+  for (std::size_t which = 0; which < 3; ++which) CHECK(same_floats(result[which], alone[which]));
 }
 
 TEST_CASE("What a forgotten stride or a number beyond binary32 would do is refused") {
