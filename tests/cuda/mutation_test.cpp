@@ -105,7 +105,6 @@ std::string place_of(const Kernel& kernel, std::uint32_t pc) {
 // Why a barrier may be left out without a report.
 enum class Reason {
   redundant,  // something else orders what it orders
-  together,   // so do others of this kernel with this reason, but not without all of them
   copy,       // here, while another copy that the compiler made of it is reported
   not_met     // no scene gets here
 };
@@ -303,15 +302,6 @@ std::vector<Site> try_without_each(const Runs& runs, const Kernel& kernel) {
   return sites;
 }
 
-// Whether any scene notices that all of these are missing at once.
-bool noticed_together(const Runs& runs, const Kernel& kernel,
-                      const std::vector<std::uint32_t>& instructions) {
-  return std::any_of(runs.all.begin(), runs.all.end(), [&](const Run& run) {
-    return runs.meets(run, kernel, instructions.front()) &&
-           !fault_without(*run.scene, kernel, instructions).empty();
-  });
-}
-
 // The name without namespaces and parameters.
 std::string short_name(const Kernel& kernel) {
   const std::string& name = kernel.readable_name;
@@ -336,7 +326,6 @@ TEST_CASE("no barrier of a step can be left out") {
   std::vector<bool> used(unreported().size());
   for (const auto& [name, kernel] : runs.kernels) {
     const std::vector<Site> sites = try_without_each(runs, *kernel);
-    std::vector<std::uint32_t> together;
     std::size_t argued = 0;
     for (const Site& site : sites) {
       if (!site.fault.empty()) continue;
@@ -357,9 +346,7 @@ TEST_CASE("no barrier of a step can be left out") {
         return other.place == site.place && !other.fault.empty();
       });
       CHECK(copy_reported == (entry->reason == Reason::copy));
-      if (entry->reason == Reason::together) together.push_back(site.pc);
     }
-    if (!together.empty()) CHECK(noticed_together(runs, *kernel, together));
     std::cout << short_name(*kernel) << ": " << sites.size() << " barriers, "
               << sites.size() - argued << " reported, " << argued << " argued\n";
   }
