@@ -55,19 +55,23 @@ struct AttendShared {
 // What a block knows of its query heads.
 struct HeadSums {
   float factor[kAttendHeads];  // of what was added up before the last chunk
-  float shift[kAttendHeads];   // weights are relative to it
-  float sum[kAttendHeads];     // of weights
+  // Of the plan where it is a number: logits are relative to it, or a logit of some thousands would
+  // swallow the logarithm of a coefficient.
+  float base[kAttendHeads];
+  float shift[kAttendHeads];  // weights are relative to it; relative to base itself
+  float sum[kAttendHeads];    // of weights
   float beta[kAttendHeads];
-  float most[kAttendHeads];      // shift + log(cap * beta)
+  float most[kAttendHeads];      // first shift + log(cap * beta)
   double inverse[kAttendHeads];  // of the sum over all splits
 
   VERKV_DEVICE void start(const HeadState& state, float cap, int h) {
-    shift[h] = state.shift;
+    base[h] = fabsf(state.shift) <= 3.402823466e+38f ? state.shift : 0.0f;
+    shift[h] = state.shift - base[h];
     sum[h] = 0;
     beta[h] = state.beta;
     // In double, where the product neither overflows nor vanishes.
     const double product = static_cast<double>(cap) * static_cast<double>(state.beta);
-    most[h] = cap < __int_as_float(0x7f800000) ? state.shift + static_cast<float>(log(product))
+    most[h] = cap < __int_as_float(0x7f800000) ? shift[h] + static_cast<float>(log(product))
                                                : __int_as_float(0x7f800000);
   }
 };
@@ -255,7 +259,7 @@ class Split {
       for (int k = 0; k < kTileHeads; ++k) {
         const int h = t * kTileHeads + k;
         if (h >= heads_) break;
-        float x = *logit;
+        float x = *logit - sums_.base[h];
         if (drawn && *sketched >= 0)
           x = drawn_logit(x, *sketched, rho, sums_.beta[h], sums_.most[h]);
         out[k] = x;
@@ -283,8 +287,9 @@ class Split {
         sum[1] =
             fma_four(x, *reinterpret_cast<const float4*>(query + shared_.query_stride + j), sum[1]);
       }
-      const float2 x = make_float2(soft_capped(fold16(sum[0]), layer_.soft_cap),
-                                   soft_capped(fold16(sum[1]), layer_.soft_cap));
+      const float2 x =
+          make_float2(soft_capped(fold16(sum[0]), layer_.soft_cap) - sums_.base[h],
+                      soft_capped(fold16(sum[1]), layer_.soft_cap) - sums_.base[h + 1]);
       float4* out = weights_.number + h / kTileHeads * kChunk + r;
       if (r < count && lane_index() % 4 == 0)
         reinterpret_cast<float2*>(out)[h % kTileHeads / 2] = x;
@@ -444,8 +449,10 @@ class Split {
     if (lane_index() != 0) return;
     sums_.inverse[h] = sum == 0 ? 0 : 1 / sum;
     if (step.lse != nullptr) {
-      step.lse[query_head_ + h] =
-          sum == 0 ? minus_infinity() : static_cast<float>(static_cast<double>(top) + log(sum));
+      step.lse[query_head_ + h] = sum == 0
+                                      ? minus_infinity()
+                                      : static_cast<float>(static_cast<double>(sums_.base[h]) +
+                                                           static_cast<double>(top) + log(sum));
     }
   }
 
@@ -512,7 +519,10 @@ __global__ void __launch_bounds__(kThreads, kColumns > 1 ? 1 : 2)
   const std::int64_t first_head = static_cast<std::int64_t>(kv_head) * layer.group + first;
   if (step.bad != nullptr && split == 0) check_queries(step, row, first_head, heads);
   if (moved_count > 0) part.load_queries(step, row, first_head);
-  if (tid < kAttendHeads) sums.factor[tid] = 1;
+  if (tid < kAttendHeads) {
+    sums.factor[tid] = 1;
+    sums.base[tid] = 0;
+  }
   if (tid < heads) sums.start(ws.heads[query_head + tid], layer.cap, tid);
   __syncthreads();
 
@@ -583,6 +593,10 @@ cudaError_t launch_for(const StepArguments& arguments, cudaStream_t stream) {
 }
 
 }  // namespace
+
+int attend_shared_bytes(const LayerView& layer, const StepGrid& grid) {
+  return AttendShared(layer, grid).bytes() + static_cast<int>(sizeof(HeadSums) + sizeof(bool));
+}
 
 cudaError_t launch_attend(const StepArguments& arguments, cudaStream_t stream) {
   switch (arguments.view.layer.storage) {

@@ -148,7 +148,15 @@ class CudaBackend final : public Backend {
       Layer& layer = layers_[i];
       layer.config = config.layers[i];
       if (layer.config.global_layer < 0) layer.config.global_layer = static_cast<std::int64_t>(i);
-      if (layer.config.cached) describe_layer(layer);
+      if (!layer.config.cached) continue;
+      describe_layer(layer);
+      const std::size_t shared = size(step_shared_bytes(layer.view));
+      if (shared > properties.sharedMemPerBlockOptin) {
+        throw InvalidArgument("layer " + std::to_string(i) + ": " + std::to_string(shared) +
+                              " bytes of shared memory are needed for its head sizes and group; " +
+                              description_ + " has " +
+                              std::to_string(properties.sharedMemPerBlockOptin));
+      }
     }
     const auto zeroed = [this](auto& buffer) {
       VERKV_CUDA_CHECK(cudaMemsetAsync(buffer.data(), 0, size(buffer.bytes()), stream_));

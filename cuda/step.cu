@@ -125,6 +125,10 @@ std::int64_t step_workspace_bytes(const LayerView& layer, int rows, std::int64_t
   return lay_out(layer, grid, rows, most_compressed, most_residents, nullptr, unused);
 }
 
+int step_shared_bytes(const LayerView& layer) {
+  return attend_shared_bytes(layer, step_grid(layer, 1, 0, 0));
+}
+
 cudaError_t launch_step(const StepView& step, cudaStream_t stream) {
   if (step.rows == 0) return cudaSuccess;
   StepArguments arguments;

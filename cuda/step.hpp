@@ -20,6 +20,9 @@ std::int64_t step_workspace_bytes(const LayerView& layer, int rows, std::int64_t
 // error of a launch.
 cudaError_t launch_step(const StepView& step, cudaStream_t stream);
 
+// Most shared memory of a block in a step of this layer, bytes; a device may have less.
+int step_shared_bytes(const LayerView& layer);
+
 }  // namespace verkv::cuda
 
 #endif  // VERKV_CUDA_STEP_HPP

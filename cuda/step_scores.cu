@@ -607,7 +607,7 @@ VERKV_DEVICE void sketched_logits(const Work& work, const Constants& constants,
     const Sums<kSets> sums = sketch_dots<kSets>(sketch, codes + std::int64_t{read} * group_bytes,
                                                 work.columns, work.column_stride);
     if (group > last_group) continue;
-    if (compressed - token < 8) odds = infinite_from(odds, static_cast<int>(compressed - token));
+    if (token + 8 > compressed) odds = infinite_from(odds, static_cast<int>(compressed - token));
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
       float logit[8];

@@ -824,6 +824,20 @@ TEST_CASE("what a device does not do is refused before anything is allocated", "
   REQUIRE_THROWS_AS(verkv::make_cuda_cache(config), InvalidArgument);
 }
 
+TEST_CASE("heads that are too large for the device's shared memory are refused", "[cpu-device]") {
+  device::DeviceOptions small;
+  small.shared_per_block_opt_in = 99 << 10;
+  device::reset_device(small);
+  CacheConfig config = small_config();
+  config.layers = {layer_config(1, 4, 256, 256)};
+  REQUIRE_NOTHROW(verkv::make_cuda_cache(config));
+  config.layers = {layer_config(1, 16, 512, 64)};
+  REQUIRE_THROWS_WITH(verkv::make_cuda_cache(config),
+                      Catch::Contains("layer 0") && Catch::Contains("101376"));
+  device::reset_device();
+  REQUIRE_NOTHROW(verkv::make_cuda_cache(config));
+}
+
 TEST_CASE("a cache gives back all memory", "[cpu-device]") {
   device::reset_device();
   {

@@ -396,6 +396,42 @@ TEST_CASE("Extreme logits") {
   }
 }
 
+// The last group of the sketch is padded, and what pads it must not count.
+TEST_CASE("Few compressed tokens, and a last group of few") {
+  cpu_device::reset_device();
+  for (const std::int64_t compressed : {1, 2, 5, 7, 9, 17, 18, 31, 33}) {
+    for (std::uint32_t seed = 1; seed <= 8; ++seed) {
+      Setup setup;
+      setup.kv_heads = 1;
+      setup.key_dim = setup.value_dim = 64;
+      setup.storage = DType::f32;
+      setup.lengths = {{compressed, compressed}};
+      setup.seed = seed;
+      require_equal(setup);
+    }
+  }
+}
+
+// Coefficients of drawn tokens are added to logits as logarithms: of some hundreds they must not
+// swallow them.
+TEST_CASE("Outputs where all logits are large") {
+  cpu_device::reset_device();
+  for (std::uint32_t seed = 1; seed <= 16; ++seed) {
+    Setup setup;
+    setup.kv_heads = setup.group = 1;
+    setup.key_dim = 64;
+    setup.value_dim = 16;
+    setup.storage = DType::f32;
+    setup.sketch.bits = 4;
+    setup.equal_keys = setup.equal_odds = true;
+    setup.key_size = setup.query_size = 30;
+    setup.lengths = {{300, 300}};
+    setup.fetch.epsilon = setup.fetch.risk = kOff;
+    setup.seed = seed;
+    require_equal(setup);
+  }
+}
+
 TEST_CASE("Soft-capped logits") {
   cpu_device::reset_device();
   for (std::uint32_t seed : {700u, 701u, 702u, 703u}) {
