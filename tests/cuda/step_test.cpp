@@ -424,7 +424,8 @@ TEST_CASE("Outputs where all logits are large") {
     setup.storage = DType::f32;
     setup.sketch.bits = 4;
     setup.equal_keys = setup.equal_odds = true;
-    setup.key_size = setup.query_size = 30;
+    setup.key_size = 30;
+    setup.query_size = 150;
     setup.lengths = {{300, 300}};
     setup.fetch.epsilon = setup.fetch.risk = kOff;
     setup.seed = seed;
