@@ -37,7 +37,7 @@ case $rule in
     forbid "CUDA headers in public headers" '#\s*include\s*[<"](cuda|cub/|thrust/|cooperative_groups|device_)' include
     ;;
   ascii)
-    forbid "bytes that are not ASCII" '[^\x00-\x7F]' "${code[@]}" docs README.md .clang-format .clang-tidy
+    forbid "bytes that are not ASCII" '[^\x00-\x7F]' "${code[@]}" docs README.md CHANGELOG.md CITATION.cff .clang-format .clang-tidy
     ;;
   terminal)
     # A library neither prints nor ends the process: its caller decides about both.
@@ -46,7 +46,7 @@ case $rule in
       include src cuda
     ;;
   top_level)
-    allowed=' CMakeLists.txt include src cuda tests bench examples docs cmake LICENSE README.md CMakePresets.json build '
+    allowed=' CMakeLists.txt include src cuda tests bench examples docs cmake LICENSE README.md CMakePresets.json CHANGELOG.md CITATION.cff build '
     # In a checkout, what git ignores does not count.
     if ! entries=$(git -C "$path" ls-files -co --exclude-standard 2>/dev/null) || [ -z "$entries" ]; then
       entries=$(ls -A "$path")
