@@ -32,7 +32,7 @@ class DenseAttention {
   // query [group][key dim]; output [group][value dim], lse [group].
   void run(const DenseHead& head, const float* query, float* output, float* lse) {
     constexpr int kMost = cpu::kMaxHeads;
-    const std::int64_t stride = cpu::round_up(head.keys.dim, cpu::kLanes);
+    const std::int64_t stride = cpu::round_up(head.keys.dim, kLanes);
     query_.resize(at(kMost * stride));
     logit_.resize(at(kMost * kBlock));
     for (int first = 0; first < head.group; first += kMost) {
@@ -87,11 +87,11 @@ class DenseAttention {
 
   // In lanes, which a compiler turns into vectors of any width.
   static float largest(const float* x, std::int64_t count) {
-    std::array<float, cpu::kLanes> lane;
+    std::array<float, kLanes> lane;
     lane.fill(-std::numeric_limits<float>::infinity());
     std::int64_t i = 0;
-    for (; i + cpu::kLanes <= count; i += cpu::kLanes) {
-      for (int l = 0; l < cpu::kLanes; ++l)
+    for (; i + kLanes <= count; i += kLanes) {
+      for (int l = 0; l < kLanes; ++l)
         lane[at(l)] = x[i + l] > lane[at(l)] ? x[i + l] : lane[at(l)];
     }
     for (; i < count; ++i) lane[0] = std::max(lane[0], x[i]);

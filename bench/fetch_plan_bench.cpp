@@ -1,5 +1,5 @@
-// What to fetch: the exact gains of Eq. 9 (one head, double), the threshold search on the one-key
-// order (one head), and the selection by threshold over 4 query heads.
+// What to fetch: the exact gains of Eq. 9 (one head, double), the threshold search on the order of
+// worth (one head), and the selection by threshold over 4 query heads.
 #include <verkv/certificate.hpp>
 #include <verkv/fetch_plan.hpp>
 
@@ -30,15 +30,15 @@ void gains(benchmark::State& state, const StageData* data) {
 }
 
 void search(benchmark::State& state, const cpu::Kernels* kernels, const StageData* data,
-            double epsilon) {
-  const std::size_t room = at(data->tokens + cpu::kLanes);
-  cpu::AlignedVector<float> weight(room), odds(room), key(room);
+            double target) {
+  const std::size_t room = at(data->tokens + kLanes);
+  cpu::AlignedVector<float> weight(room), odds(room), worth(room);
   std::vector<std::uint32_t> position(room);
   for (auto _ : state) {
-    cpu::PlanArrays plan{weight.data(), odds.data(), key.data(), position.data(), 0};
+    cpu::PlanArrays plan{weight.data(), odds.data(), worth.data(), position.data(), 0};
     kernels->plan_start(data->weight.data(), data->odds.data(), data->tokens, data->beta[0], plan);
     benchmark::DoNotOptimize(cpu::search_fetch_threshold(
-        *kernels, plan, data->beta[0], data->denominator[0], log_two_over(0.1), epsilon));
+        *kernels, plan, data->beta[0], data->denominator[0], log_two_over(0.1), target));
   }
   count_tokens(state, data->tokens, 4 + 2);
 }
@@ -47,7 +47,7 @@ void select_tokens(benchmark::State& state, const cpu::Kernels* kernels, const S
   std::vector<float> price;
   for (const double d : data->denominator) price.push_back(static_cast<float>(1e-4 * d * d));
   const std::vector<float> none(price.size(), std::numeric_limits<float>::infinity());
-  std::vector<std::uint32_t> out(at(data->tokens + cpu::kLanes));
+  std::vector<std::uint32_t> out(at(data->tokens + kLanes));
   std::int64_t found = 0;
   for (auto _ : state) {
     std::int64_t planned[cpu::kMaxHeads] = {};

@@ -366,7 +366,7 @@ void add_step(const Head& head, const Matrix& exact, const Matrix& sketched, Ind
         verkv::shrinkage_beta(std::span<const double>(lw), std::span<const double>(lr));
     Vector key;
     for (std::size_t p = 0; p < low.size(); ++p)
-      key.push_back(verkv::fetch_key(lw[p], lr[p], beta));
+      key.push_back(verkv::fetch_worth(lw[p], lr[p], beta));
     for (std::size_t p = 0; p < low.size(); ++p)
       if (key[p] > 1e-4 * d * d) fetched[0][low[p]] = true;
     std::vector<std::uint32_t> order(low.size());

@@ -93,7 +93,7 @@ struct StageData {
                         std::span(scratch));
     for (const float tau : cache.importance)
       odds.push_back(stored_odds(inclusion.probability(static_cast<double>(tau))));
-    odds.resize(at(cpu::round_up(tokens, cpu::kLanes)));
+    odds.resize(at(cpu::round_up(tokens, kLanes)));
     no_odds.resize(odds.size());
     const float scale = 1 / std::sqrt(static_cast<float>(dim));
     for (const float q : cache.queries) query.push_back(scale * q);

@@ -53,8 +53,8 @@ VERKV_DEVICE float4 load_four(const Element* row, int j, int dim, bool aligned) 
   return x;
 }
 
-// fold16 of kernels.hpp over 16 neighbouring threads; all of them get the sum. The whole warp
-// calls.
+// Dialect of sum_order.hpp: fold16 over 16 neighbouring threads; all of them get the sum. The whole
+// warp calls.
 VERKV_DEVICE float fold16(float x) {
 #pragma unroll
   for (int half = 8; half > 0; half /= 2) x += __shfl_xor_sync(kWholeWarp, x, half);

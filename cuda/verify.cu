@@ -66,9 +66,10 @@ class Head {
             Own<float> w;
 #pragma unroll
             for (std::size_t j = 0; j < kEach; ++j) {
-              // Never above 0: the shift is the largest of these logits, or more.
+              // Dialect of verkv/attention.hpp: weight_exp. Never above 0: the shift is the largest
+              // of these logits, or more.
               const float x = row.weight[j] - shift;
-              const bool none = (x < -87.0f) | !(row.odds[j] < infinity());
+              const bool none = (x < exp_terms::kLowest) | !(row.odds[j] < infinity());
               const float weight = weight_exp_within(x);
               w.lane[j] = none ? 0.0f : weight;
               sum[0][j] += w.lane[j];
@@ -232,7 +233,7 @@ class Head {
          first += kVerifyThreads) {
       const std::int64_t i = first + threadIdx.x;
       const float w = i < tokens_ ? weight_[i] : 0.0f;
-      const bool tied = w > 0 && fetch_key(w, to_float(odds_[i]), beta) == threshold.key;
+      const bool tied = w > 0 && fetch_worth(w, to_float(odds_[i]), beta) == threshold.key;
       int total = 0;
       const int rank = rank_in_block(shared, tied, total);
       if (tied && before + rank < threshold.ties) {
@@ -522,7 +523,7 @@ VERKV_DEVICE void keep_largest(VerifyShared& shared, const StepArguments& argume
       if (!state.usable) continue;
       const float d = static_cast<float>(state.denominator);
       const float w = ws.weight[(first_head + h) * ws.token_stride + i];
-      best = raise(best, fetch_key(w, to_float(view.odds[i]), state.beta) / d / d);
+      best = raise(best, fetch_worth(w, to_float(view.odds[i]), state.beta) / d / d);
     }
     return __float_as_uint(best);
   };
@@ -764,7 +765,7 @@ __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
     };
     const auto wants_key = [&](float w, float key) { return (w > floor) | (key > threshold.key); };
     const auto wants = [&](float w, float rho) {
-      return w > 0 && wants_key(w, fetch_key(w, rho, beta));
+      return w > 0 && wants_key(w, fetch_worth(w, rho, beta));
     };
     const bool certifies = !always && layer.epsilon != kOff;
     const bool marks = !always && !certifies;

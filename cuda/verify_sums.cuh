@@ -90,8 +90,8 @@ VERKV_DEVICE float top_of_warps(const VerifyShared& shared, unsigned t) {
   return warp_top(lane < kVerifyWarps ? shared.warp_top[t][lane] : minus_infinity());
 }
 
-// fold16 of kernels.hpp where thread t of 16 / kEach neighbours holds lanes kEach * t and on. The
-// whole warp calls.
+// Dialect of sum_order.hpp: fold16 where thread t of 16 / kEach neighbours holds lanes kEach * t
+// and on. The whole warp calls.
 VERKV_DEVICE float fold_lanes(float (&lane)[kEach]) {
 #pragma unroll
   for (int half = kLanes / static_cast<int>(kEach) / 2; half > 0; half /= 2) {

@@ -8,8 +8,9 @@
 
 namespace verkv::cuda {
 
-// What a token adds to the certificate (variance_term, jump_term) and its fetch_key, from
-// t = weight / odds: a division is most of each of them.
+// Dialect of verkv/certificate.hpp: variance_term, jump_term.
+// Dialect of verkv/fetch_plan.hpp: fetch_worth.
+// From t = weight / odds: a division is most of each of them.
 struct Tail {
   float variance;
   float jump;
@@ -43,9 +44,9 @@ VERKV_DEVICE float quotient(float w, float rho) {
   return quickness(w) >= kQuick ? quick_quotient(w, rho) : w / rho;
 }
 
-// is_ruled_out(w, rho, ruled_out_below(threshold)) is true of no token whose fetch_key is above the
-// threshold, and of nearly all others, without a division: the key is at most w * w / rho, and the
-// margins are far larger than what rounding does to either side.
+// is_ruled_out(w, rho, ruled_out_below(threshold)) is true of no token whose fetch_worth is above
+// the threshold, and of nearly all others, without a division: the key is at most w * w / rho, and
+// the margins are far larger than what rounding does to either side.
 VERKV_DEVICE float ruled_out_below(float threshold) {
   return threshold >= 1e-30f ? threshold * (1 - 0x1p-20f) : -1.0f;
 }

@@ -245,7 +245,7 @@ TEST_CASE("k* of the exact order is never below the size of the best subset") {
   Random random(57);
   int cases = 0;
   int equal = 0;
-  int key_equal = 0;
+  int worth_equal = 0;
   std::size_t most = 0;
   for (int trial = 0; trial < 100; ++trial) {
     const LowCase c = random_low_case(random, 2 + random.below(11));
@@ -271,27 +271,28 @@ TEST_CASE("k* of the exact order is never below the size of the best subset") {
     const std::size_t k = k_star_of(c.w, rho, exact, c.denominator, 0.1, epsilon);
     REQUIRE(k >= best);
     const double beta = verkv::shrinkage_beta<double, double>(c.w, rho);
-    Vector key;
+    Vector worth;
     for (std::size_t i = 0; i < c.w.size(); ++i) {
-      key.push_back(verkv::fetch_key(c.w[i], rho[i], beta));
+      worth.push_back(verkv::fetch_worth(c.w[i], rho[i], beta));
     }
-    const std::size_t by_key = k_star_of(c.w, rho, order_of(key), c.denominator, 0.1, epsilon);
-    REQUIRE(by_key >= best);
+    const std::size_t by_worth = k_star_of(c.w, rho, order_of(worth), c.denominator, 0.1, epsilon);
+    REQUIRE(by_worth >= best);
     ++cases;
     equal += k == best;
-    key_equal += by_key == best;
-    most = std::max(most, std::max(k, by_key) - best);
+    worth_equal += by_worth == best;
+    most = std::max(most, std::max(k, by_worth) - best);
   }
   REQUIRE(cases > 50);
   WARN("of " << cases
              << " random cases the exact order needs no more tokens than the best subset in "
-             << equal << ", the one-key order in " << key_equal << "; at most " << most << " more");
+             << equal << ", the order of worth in " << worth_equal << "; at most " << most
+             << " more");
 }
 
-// ---- The one-key order
+// ---- The order of worth -
 // -----------------------------------------------------------------------------------
 
-TEST_CASE("the key is the integral of the mean square error's slope in the weight") {
+TEST_CASE("worth is the integral of the mean square error's slope in the weight") {
   Random random(58);
   for (int trial = 0; trial < 200; ++trial) {
     const double rho = trial % 10 == 0 ? 0.0 : std::exp(3 * random.normal());
@@ -302,7 +303,7 @@ TEST_CASE("the key is the integral of the mean square error's slope in the weigh
     const double corner = std::min(w, beta * rho);
     const double low = rho > 0 ? corner * 2 * std::min(corner / 2 / rho, beta) : 0.0;
     const double high = (w - corner) * 2 * beta;
-    REQUIRE_THAT(verkv::fetch_key(w, rho, beta), Catch::WithinRel(low + high, 1e-12));
+    REQUIRE_THAT(verkv::fetch_worth(w, rho, beta), Catch::WithinRel(low + high, 1e-12));
   }
 }
 
@@ -332,36 +333,36 @@ TEST_CASE("the slope of the mean square error in a weight is 2 min(t, beta)") {
   }
 }
 
-TEST_CASE("key: continuous at the corner, (5) without a clip, finite without odds, rising in w") {
+TEST_CASE("worth: continuous at the corner, (5) without a clip, finite without odds, rising in w") {
   Random random(60);
   for (int trial = 0; trial < 200; ++trial) {
     const double rho = std::exp(3 * random.normal());
     const double beta = std::exp(2 * random.normal());
     const double corner = beta * rho;
-    const double below = verkv::fetch_key(corner * (1 - 1e-12), rho, beta);
-    const double above = verkv::fetch_key(corner * (1 + 1e-12), rho, beta);
+    const double below = verkv::fetch_worth(corner * (1 - 1e-12), rho, beta);
+    const double above = verkv::fetch_worth(corner * (1 + 1e-12), rho, beta);
     REQUIRE_THAT(above, Catch::WithinRel(below, 1e-11));
     REQUIRE_THAT(below, Catch::WithinRel(beta * beta * rho, 1e-11));
     const double w = std::exp(2 * random.normal());
-    REQUIRE_THAT(verkv::fetch_key(w, rho, kInfinity), Catch::WithinRel(w * w / rho, 1e-14));
-    REQUIRE(verkv::fetch_key(w, 0.0, beta) == 2 * beta * w);
-    REQUIRE(verkv::fetch_key(1.01 * w, rho, beta) > verkv::fetch_key(w, rho, beta));
-    REQUIRE(verkv::fetch_key(w, 1.01 * rho, beta) < verkv::fetch_key(w, rho, beta));
+    REQUIRE_THAT(verkv::fetch_worth(w, rho, kInfinity), Catch::WithinRel(w * w / rho, 1e-14));
+    REQUIRE(verkv::fetch_worth(w, 0.0, beta) == 2 * beta * w);
+    REQUIRE(verkv::fetch_worth(1.01 * w, rho, beta) > verkv::fetch_worth(w, rho, beta));
+    REQUIRE(verkv::fetch_worth(w, 1.01 * rho, beta) < verkv::fetch_worth(w, rho, beta));
   }
-  CHECK(verkv::fetch_key(0.0, 0.0, 1.0) == 0);
-  CHECK(verkv::fetch_key(0.0, 0.0, 0.0) == 0);
-  CHECK(verkv::fetch_key(0.0f, 2.0f, 1.0f) == 0.0f);
-  CHECK(verkv::fetch_key(3.0, kInfinity, 1.0) == 0);  // a token of H has nothing to gain
+  CHECK(verkv::fetch_worth(0.0, 0.0, 1.0) == 0);
+  CHECK(verkv::fetch_worth(0.0, 0.0, 0.0) == 0);
+  CHECK(verkv::fetch_worth(0.0f, 2.0f, 1.0f) == 0.0f);
+  CHECK(verkv::fetch_worth(3.0, kInfinity, 1.0) == 0);  // a token of H has nothing to gain
 }
 
-TEST_CASE("keys scale with the square of the weights: the order does not see a shift of logits") {
+TEST_CASE("worth scales with the square of the weights: the order does not see a shift of logits") {
   Random random(61);
   const LowCase c = random_low_case(random, 50);
   const Vector rho = c.odds();
   const double beta = verkv::shrinkage_beta<double, double>(c.w, rho);
   for (std::size_t i = 0; i < c.w.size(); ++i) {
-    CHECK(verkv::fetch_key(0x1p-30 * c.w[i], rho[i], 0x1p-30 * beta) ==
-          0x1p-60 * verkv::fetch_key(c.w[i], rho[i], beta));
+    CHECK(verkv::fetch_worth(0x1p-30 * c.w[i], rho[i], 0x1p-30 * beta) ==
+          0x1p-60 * verkv::fetch_worth(c.w[i], rho[i], beta));
   }
 }
 

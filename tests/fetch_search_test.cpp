@@ -18,10 +18,10 @@
 
 namespace {
 
+using verkv::FetchThreshold;
+using verkv::kOutward;
 using verkv::Positive16;
-using verkv::cpu::FetchThreshold;
 using verkv::cpu::Kernels;
-using verkv::cpu::kOutward;
 using verkv::cpu::PlanArrays;
 using verkv::reference::Indices;
 using verkv::reference::Random;
@@ -34,7 +34,7 @@ struct Plan {
   double denominator = 0;
 };
 
-// By kind: log-normal weights and odds; tokens that are never drawn; heavy ties; all keys equal;
+// By kind: log-normal weights and odds; tokens that are never drawn; heavy ties; all worth the same;
 // one or a few dominant tokens; weights that are 0.
 Plan random_plan(Random& random, std::size_t n, std::size_t kind) {
   Plan plan;
@@ -82,9 +82,8 @@ double step_bound(const Kernels& kernels, const std::vector<float>& weight, cons
   float jump = 0;
   kernels.tail_sums(weight.data(), static_cast<std::int64_t>(weight.size()), plan.odds.data(),
                     plan.count, 1, &beta, &variance, &jump);
-  return verkv::certificate({static_cast<double>(beta), variance, static_cast<double>(jump)},
-                            plan.denominator, log_term) *
-         kOutward;
+  return verkv::outward_certificate(
+      {static_cast<double>(beta), variance, static_cast<double>(jump)}, plan.denominator, log_term);
 }
 
 struct Counts {
@@ -99,20 +98,20 @@ void check(const Kernels& kernels, const Plan& plan, double delta, double epsilo
   const float beta = step_beta(kernels, plan.weight, plan);
 
   const std::size_t room = static_cast<std::size_t>(plan.count) + 16;
-  std::vector<float> weight(room), odds(room), key(room);
+  std::vector<float> weight(room), odds(room), worth(room);
   std::vector<std::uint32_t> position(room);
-  PlanArrays arrays{weight.data(), odds.data(), key.data(), position.data(), 0};
+  PlanArrays arrays{weight.data(), odds.data(), worth.data(), position.data(), 0};
   kernels.plan_start(plan.weight.data(), plan.odds.data(), plan.count, beta, arrays);
-  Vector w, r, keys;
+  Vector w, r, worths;
   std::vector<std::uint32_t> place;
   for (std::int64_t i = 0; i < arrays.count; ++i) {
     w.push_back(static_cast<double>(arrays.weight[i]));
     const double rho = static_cast<double>(arrays.odds[i]);
     r.push_back(rho / (1 + rho));
-    keys.push_back(static_cast<double>(arrays.key[i]));
+    worths.push_back(static_cast<double>(arrays.worth[i]));
     place.push_back(arrays.position[i]);
   }
-  const Indices order = verkv::reference::descending(keys);
+  const Indices order = verkv::reference::descending(worths);
 
   // The step asks for a little less than epsilon, so that the bound it reports afterwards is not
   // above it.
@@ -121,9 +120,9 @@ void check(const Kernels& kernels, const Plan& plan, double delta, double epsilo
       verkv::cpu::search_fetch_threshold(kernels, arrays, beta, plan.denominator, log_term, target);
   std::size_t above = 0;
   std::size_t tied = 0;
-  for (const double k : keys) {
-    above += k > static_cast<double>(found.key);
-    tied += k == static_cast<double>(found.key);
+  for (const double k : worths) {
+    above += k > static_cast<double>(found.worth);
+    tied += k == static_cast<double>(found.worth);
   }
   REQUIRE(found.ties >= 0);
   REQUIRE(static_cast<std::size_t>(found.ties) <= tied);
@@ -132,20 +131,20 @@ void check(const Kernels& kernels, const Plan& plan, double delta, double epsilo
   const auto bound = [&](std::size_t gone) {
     return verkv::reference::certificate_after(w, r, order, gone, plan.denominator, delta);
   };
-  INFO("n " << plan.count << ", epsilon " << epsilon << ", k " << k << " of " << keys.size()
+  INFO("n " << plan.count << ", epsilon " << epsilon << ", k " << k << " of " << worths.size()
             << ", beta " << beta);
   REQUIRE(k >= 1);
-  REQUIRE(k <= keys.size());
+  REQUIRE(k <= worths.size());
   // What is kept certifies; one token less does not, to within the outward rounding (twice) and
   // binary32's sums.
   REQUIRE(bound(k) <= epsilon);
   REQUIRE(bound(k - 1) > epsilon * (1 - 4e-5));
   std::size_t expected = 0;
-  if (keys.size() <= 300) {
+  if (worths.size() <= 300) {
     while (bound(expected) > target / kOutward) ++expected;
   } else {
     std::size_t bad = 0;
-    expected = keys.size();
+    expected = worths.size();
     while (expected - bad > 1) {
       const std::size_t middle = bad + (expected - bad) / 2;
       (bound(middle) <= target / kOutward ? expected : bad) = middle;
@@ -194,7 +193,7 @@ TEST_CASE("The threshold search ends where an epsilon is only just met") {
     const Plan plan =
         random_plan(random, 2 + random.below(trial % 3 == 0 ? 3000 : 300), random.below(7));
     const double delta = 0.1;
-    Vector w, r, keys;
+    Vector w, r, worths;
     const double beta = static_cast<double>(step_beta(kernels, plan.weight, plan));
     for (std::int64_t i = 0; i < plan.count; ++i) {
       const double x = static_cast<double>(plan.weight[static_cast<std::size_t>(i)]);
@@ -202,11 +201,11 @@ TEST_CASE("The threshold search ends where an epsilon is only just met") {
       if (!(x > 0)) continue;
       w.push_back(x);
       r.push_back(rho / (1 + rho));
-      keys.push_back(verkv::fetch_key(x, rho, beta));
+      worths.push_back(verkv::fetch_worth(x, rho, beta));
     }
     const std::size_t k = random.below(w.size());
-    const double at = verkv::reference::certificate_after(w, r, verkv::reference::descending(keys),
-                                                          k, plan.denominator, delta);
+    const double at = verkv::reference::certificate_after(
+        w, r, verkv::reference::descending(worths), k, plan.denominator, delta);
     const double enlarged = at * (trial % 2 == 0 ? kOutward : kOutward * kOutward);
     const double epsilon = enlarged * (1 + 3e-7 * random.uniform(-1, 1));
     if (epsilon > 0 && epsilon < 1) check(kernels, plan, delta, epsilon, counts);
@@ -226,9 +225,9 @@ TEST_CASE("Vector kernels give the same threshold") {
         if (!(step_bound(*k, plan.weight, plan, log_term) > epsilon)) continue;
         const float beta = step_beta(*k, plan.weight, plan);
         const std::size_t room = static_cast<std::size_t>(plan.count) + 16;
-        std::vector<float> weight(room), odds(room), key(room);
+        std::vector<float> weight(room), odds(room), worth(room);
         std::vector<std::uint32_t> position(room);
-        PlanArrays arrays{weight.data(), odds.data(), key.data(), position.data(), 0};
+        PlanArrays arrays{weight.data(), odds.data(), worth.data(), position.data(), 0};
         k->plan_start(plan.weight.data(), plan.odds.data(), plan.count, beta, arrays);
         found.push_back(
             search_fetch_threshold(*k, arrays, beta, plan.denominator, log_term, epsilon));
@@ -236,7 +235,7 @@ TEST_CASE("Vector kernels give the same threshold") {
       REQUIRE(found.size() != 1);
       if (found.empty()) continue;
       INFO(kernels->name << ", n " << plan.count << ", epsilon " << epsilon);
-      REQUIRE(found[0].key == found[1].key);
+      REQUIRE(found[0].worth == found[1].worth);
       REQUIRE(found[0].ties == found[1].ties);
     }
   }

@@ -28,10 +28,10 @@ using verkv::BFloat16;
 using verkv::DType;
 using verkv::Half;
 using verkv::Positive16;
+using verkv::SettledTerms;
 using verkv::cpu::HeadConstants;
 using verkv::cpu::Kernels;
 using verkv::cpu::PlanArrays;
-using verkv::cpu::PlanBase;
 using verkv::cpu::Rows;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -619,19 +619,19 @@ TEST_CASE("select_tokens: vectors choose the tokens of the scalar kernel", "[ker
         const std::vector<float> w =
             random_weights(random, odds, count, heads, stride, seed % 2 == 1);
         const std::vector<float> beta = random_betas(random, heads);
-        std::vector<float> key_threshold(size(heads)), weight_threshold(size(heads));
+        std::vector<float> worth_threshold(size(heads)), weight_threshold(size(heads));
         for (int h = 0; h < heads; ++h) {
-          // From nearly all tokens to none; sometimes exactly one token's key.
-          key_threshold[size(h)] =
+          // From nearly all tokens to none; sometimes exactly what one token is worth.
+          worth_threshold[size(h)] =
               static_cast<float>(std::exp(random.uniform(-20, static_cast<double>(seed) * 4 - 10)));
           if (count > 0 && random.one_in(3)) {
             const std::uint32_t i = random.below(static_cast<std::uint32_t>(count));
-            key_threshold[size(h)] =
-                verkv::fetch_key(w[size(h * stride) + i], verkv::to_float(odds[i]), beta[size(h)]);
+            worth_threshold[size(h)] = verkv::fetch_worth(w[size(h * stride) + i],
+                                                          verkv::to_float(odds[i]), beta[size(h)]);
           }
-          if (random.one_in(8)) key_threshold[size(h)] = 0;
-          if (random.one_in(12)) key_threshold[size(h)] = -1;
-          if (random.one_in(12)) key_threshold[size(h)] = kInfinity;
+          if (random.one_in(8)) worth_threshold[size(h)] = 0;
+          if (random.one_in(12)) worth_threshold[size(h)] = -1;
+          if (random.one_in(12)) worth_threshold[size(h)] = kInfinity;
           weight_threshold[size(h)] =
               random.one_in(3) ? kInfinity : static_cast<float>(std::exp(random.uniform(-6, 4)));
           if (random.one_in(12)) weight_threshold[size(h)] = random.one_in(2) ? 0.0f : -2.0f;
@@ -641,7 +641,7 @@ TEST_CASE("select_tokens: vectors choose the tokens of the scalar kernel", "[ker
           out.assign(size(count + 16), 0xffffffffu);
           planned.assign(size(heads), 1000);
           const std::int64_t found = kernels.select_tokens(
-              w.data(), stride, odds.data(), count, heads, beta.data(), key_threshold.data(),
+              w.data(), stride, odds.data(), count, heads, beta.data(), worth_threshold.data(),
               weight_threshold.data(), out.data(), planned.data());
           REQUIRE(found <= count);
           out.resize(size(found));
@@ -664,16 +664,16 @@ TEST_CASE("select_tokens: vectors choose the tokens of the scalar kernel", "[ker
 
 // A plan with its memory.
 struct Plan {
-  std::vector<float> weight, odds, key;
+  std::vector<float> weight, odds, worth;
   std::vector<std::uint32_t> position;
   PlanArrays arrays;
 
   explicit Plan(std::int64_t count)
       : weight(size(count + 16), -1.0f),
         odds(size(count + 16), -1.0f),
-        key(size(count + 16), -1.0f),
+        worth(size(count + 16), -1.0f),
         position(size(count + 16), 0xffffffffu),
-        arrays{weight.data(), odds.data(), key.data(), position.data(), 0} {}
+        arrays{weight.data(), odds.data(), worth.data(), position.data(), 0} {}
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
@@ -688,7 +688,7 @@ void check_same_plan(const char* what, const Plan& expected, const Plan& actual)
   REQUIRE(expected.arrays.count == actual.arrays.count);
   check_same("weight", expected.used(expected.weight), actual.used(actual.weight));
   check_same("odds", expected.used(expected.odds), actual.used(actual.odds));
-  check_same("key", expected.used(expected.key), actual.used(actual.key));
+  check_same("worth", expected.used(expected.worth), actual.used(actual.worth));
   check_same("position", expected.used(expected.position), actual.used(actual.position));
 }
 
@@ -711,11 +711,11 @@ TEST_CASE("the search's arrays: vectors give the bits of the scalar kernels", "[
         std::vector<float> tops;
       };
       const auto run = [&](const Kernels& kernels, Plan& start, Plan& plan, Result& result) {
-        PlanBase base;
-        base.in_weight = 1;
-        base.in_odds = 2;
-        base.in_largest_odds = seed % 3 == 0 ? 100.0f : 0.0f;
-        base.out_variance = 3;
+        SettledTerms settled;
+        settled.above_weight = 1;
+        settled.above_odds = 2;
+        settled.above_largest_odds = seed % 3 == 0 ? 100.0f : 0.0f;
+        settled.below_variance = 3;
         kernels.plan_start(w.data(), odds.data(), count, beta, start.arrays);
         kernels.plan_start(w.data(), odds.data(), count, beta, plan.arrays);
         for (int round = 0; round < 3; ++round) {
@@ -725,10 +725,11 @@ TEST_CASE("the search's arrays: vectors give the bits of the scalar kernels", "[
           kernels.plan_tail_sums(plan.arrays, threshold, beta, variance, jump);
           const float shrink = 1 / static_cast<float>(1 + round);
           kernels.plan_compact(plan.arrays, threshold * shrink, settle * shrink, low,
-                               round == 0 ? kInfinity : beta, base);
-          result.sums.insert(result.sums.end(), {weight, rho, variance, base.in_weight,
-                                                 base.in_odds, base.out_variance});
-          result.tops.insert(result.tops.end(), {jump, base.in_largest_odds, base.out_jump});
+                               round == 0 ? kInfinity : beta, settled);
+          result.sums.insert(result.sums.end(), {weight, rho, variance, settled.above_weight,
+                                                 settled.above_odds, settled.below_variance});
+          result.tops.insert(result.tops.end(),
+                             {jump, settled.above_largest_odds, settled.below_jump});
         }
       };
       Plan expected_start(count), expected_plan(count);
@@ -878,7 +879,7 @@ TEST_CASE("scalar sums agree with double", "[kernels]") {
     for (const float beta : {0.0f, 1e-4f, 0.3f}) {
       // The branches are decided in binary32; the sums are then compared on the same tokens.
       double weight = 0, rho = 0, variance = 0, jump = 0;
-      std::vector<double> key;
+      std::vector<double> worth;
       for (std::int64_t i = 0; i < count; ++i) {
         const float x = w[size(i)];
         const float odd = verkv::to_float(odds[size(i)]);
@@ -891,7 +892,8 @@ TEST_CASE("scalar sums agree with double", "[kernels]") {
         if (in) rho += wide_odd;
         variance += in ? wide_beta * wide_beta * wide_odd : wide * wide / wide_odd;
         jump = std::max(jump, (in ? wide_beta : wide / wide_odd) * std::max(wide_odd, 1.0));
-        key.push_back(in ? wide_beta * (2 * wide - wide_beta * wide_odd) : wide * wide / wide_odd);
+        worth.push_back(in ? wide_beta * (2 * wide - wide_beta * wide_odd)
+                           : wide * wide / wide_odd);
       }
       double out_weight = -1, out_odds = -1, out_variance = -1;
       float out_jump = -1;
@@ -906,10 +908,10 @@ TEST_CASE("scalar sums agree with double", "[kernels]") {
 
       Plan plan(count);
       scalar.plan_start(w.data(), odds.data(), count, beta, plan.arrays);
-      REQUIRE(plan.arrays.count == static_cast<std::int64_t>(key.size()));
-      for (std::size_t i = 0; i < key.size(); ++i) {
-        check_near("key", key[i], static_cast<double>(plan.key[i]),
-                   4 * kRound * key[i] + tiny + 1e-44);
+      REQUIRE(plan.arrays.count == static_cast<std::int64_t>(worth.size()));
+      for (std::size_t i = 0; i < worth.size(); ++i) {
+        check_near("worth", worth[i], static_cast<double>(plan.worth[i]),
+                   4 * kRound * worth[i] + tiny + 1e-44);
       }
       double plan_weight = -1, plan_odds = -1, plan_variance = -1;
       float plan_jump = -1;
@@ -920,18 +922,19 @@ TEST_CASE("scalar sums agree with double", "[kernels]") {
       check_near("plan variance", variance, plan_variance, kTolerance * variance + tiny);
       CHECK(plan_jump == out_jump);
 
-      // With both ends at beta every token is settled: the base holds the whole answer.
-      PlanBase base;
-      scalar.plan_compact(plan.arrays, kInfinity, kInfinity, beta, beta, base);
+      // With both ends at beta every token is settled, and that is the whole answer.
+      SettledTerms settled;
+      scalar.plan_compact(plan.arrays, kInfinity, kInfinity, beta, beta, settled);
       CHECK(plan.arrays.count == 0);
-      check_near("settled weight", weight, base.in_weight, kTolerance * weight);
-      check_near("settled odds", rho, base.in_odds, kTolerance * rho);
-      const double settled =
-          base.out_variance + static_cast<double>(beta) * static_cast<double>(beta) * base.in_odds;
-      check_near("settled variance", variance, settled, 2 * kTolerance * variance + tiny);
+      check_near("settled weight", weight, settled.above_weight, kTolerance * weight);
+      check_near("settled odds", rho, settled.above_odds, kTolerance * rho);
+      const double all = settled.below_variance + static_cast<double>(beta) *
+                                                          static_cast<double>(beta) *
+                                                          settled.above_odds;
+      check_near("settled variance", variance, all, 2 * kTolerance * variance + tiny);
       const double settled_jump =
-          std::max(static_cast<double>(beta) * static_cast<double>(base.in_largest_odds),
-                   static_cast<double>(base.out_jump));
+          std::max(static_cast<double>(beta) * static_cast<double>(settled.above_largest_odds),
+                   static_cast<double>(settled.below_jump));
       check_near("settled jump", jump, settled_jump, 4 * kRound * jump + tiny);
     }
   }

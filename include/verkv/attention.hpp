@@ -14,21 +14,48 @@
 
 namespace verkv {
 
+// ---- The exponential ----------------------------------------------------------------------------
+
+// The numbers of weight_exp, for all its dialects: exp(x) = 2^n exp(r) with n the integer nearest
+// to x / log 2 and exp(r) = 1 + r + r^2 (c2 + c3 r + ... + c7 r^5). Coefficients of Cephes
+// (Moshier).
+//
+// Dialect: src/cpu/kernels_simd.cpp: weight_exp
+// Dialect: cuda/verify.cu: to_weights
+namespace exp_terms {
+// Below, the result is 0. exp(-87) is the last whole power of e that is a normal number.
+inline constexpr float kLowest = -87.0f;
+// Above, the result is exp(60) = 1.1e26: a million such weights times the largest binary16 number,
+// 65504, still sum to a finite number in binary32.
+inline constexpr float kHighest = 60.0f;
+// 1.5 * 2^23: adding it rounds to the nearest integer, ties to even, and leaves the integer in the
+// low bits of the sum.
+inline constexpr float kRounder = 12582912.0f;
+inline constexpr float kPerLog2 = 1.44269504088896341f;
+// log 2 in two parts. The first has 9 significant bits, so n times it is exact.
+inline constexpr float kLog2High = 0.693359375f;
+inline constexpr float kLog2Low = -2.12194440e-4f;
+inline constexpr float kC2 = 5.0000001201e-1f;
+inline constexpr float kC3 = 1.6666665459e-1f;
+inline constexpr float kC4 = 4.1665795894e-2f;
+inline constexpr float kC5 = 8.3334519073e-3f;
+inline constexpr float kC6 = 1.3981999507e-3f;
+inline constexpr float kC7 = 1.9875691500e-4f;
+}  // namespace exp_terms
+
 // weight_exp without its cuts: for x in [-87, 60], and NaN where x is NaN.
 VERKV_HD inline float weight_exp_within(float x) {
-  // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in
-  // the low bits of the sum.
-  const float magic = 12582912.0f;
-  const float shifted = std::fma(x, 1.44269504088896341f, magic);
-  const float n = shifted - magic;
-  float r = std::fma(n, -0.693359375f, x);
-  r = std::fma(n, 2.12194440e-4f, r);
-  float p = 1.9875691500e-4f;
-  p = std::fma(p, r, 1.3981999507e-3f);
-  p = std::fma(p, r, 8.3334519073e-3f);
-  p = std::fma(p, r, 4.1665795894e-2f);
-  p = std::fma(p, r, 1.6666665459e-1f);
-  p = std::fma(p, r, 5.0000001201e-1f);
+  using namespace exp_terms;
+  const float shifted = std::fma(x, kPerLog2, kRounder);
+  const float n = shifted - kRounder;
+  float r = std::fma(n, -kLog2High, x);
+  r = std::fma(n, -kLog2Low, r);
+  float p = kC7;
+  p = std::fma(p, r, kC6);
+  p = std::fma(p, r, kC5);
+  p = std::fma(p, r, kC4);
+  p = std::fma(p, r, kC3);
+  p = std::fma(p, r, kC2);
   const float y = std::fma(p, r * r, r) + 1.0f;
   return y * std::bit_cast<float>(std::bit_cast<std::uint32_t>(shifted) * 0x800000u + 0x3f800000u);
 }
@@ -38,13 +65,13 @@ VERKV_HD inline float weight_exp_within(float x) {
 // 60 it is exp(60): weights are relative to a common shift, and only a resident whose sketch was
 // wildly wrong gets there. NaN stays NaN.
 VERKV_HD inline float weight_exp(float x) {
-  if (x < -87.0f) return 0.0f;
-  return weight_exp_within(x > 60.0f ? 60.0f : x);
+  if (x < exp_terms::kLowest) return 0.0f;
+  return weight_exp_within(x > exp_terms::kHighest ? exp_terms::kHighest : x);
 }
 
 // tanh(x) in binary32 by one fixed sequence of operations, for the reason that weight_exp has one:
-// what the C libraries of host and device give differs in the last bits, and decisions rest on
-// capped logits. Relative error below 4e-7; coefficients of Cephes (Moshier). NaN stays NaN.
+// C libraries of host and device differ in the last bits, and decisions rest on capped logits.
+// Relative error below 4e-7; coefficients of Cephes (Moshier). NaN stays NaN.
 VERKV_HD inline float fixed_tanh(float x) {
   const float size = std::fabs(x);
   if (size < 0.625f) {

@@ -1,13 +1,16 @@
 // The Bernstein certificate (Lemma 1, Eq. 7) of the shrinkage estimator, in terms of weights and
-// odds:
+// odds. With t_i = w_i / rho_i:
 //
 //   V = sum rho_i min(beta, t_i)^2                                                            (3)
 //   b = max over i of  min(t_i, beta) max(rho_i, 1)                                           (4)
-//   eps(L) = (beta + b l/3 + sqrt((b l/3)^2 + 2 V l)) / D,   l = log(2 / delta) (Eq. 7)
+//   eps(L) = (beta + b l/3 + sqrt((b l/3)^2 + 2 V l)) / D,   l = log(2 / delta)           (Eq. 7)
 //
 // (4) is the paper's max lambda_i w_i / r_i max(r_i, 1 - r_i) rewritten with r = rho / (1 + rho).
 // Removing tokens from L never raises eps(L). Scaling all weights and D by one number changes
 // nothing.
+//
+// Dialect: src/cpu/kernels_simd.cpp: tail_of
+// Dialect: cuda/verify_terms.cuh: tail_of
 #ifndef VERKV_CERTIFICATE_HPP
 #define VERKV_CERTIFICATE_HPP
 
@@ -46,6 +49,29 @@ VERKV_HD constexpr T jump_term(T w, T rho, T beta) {
   return rho > T(1) ? clipped * rho : clipped;
 }
 
+// What is known of tokens that a search for the fetch threshold no longer looks at: beta, whatever
+// it turns out to be, lies between two bounds, and they are outside of these.
+struct SettledTerms {
+  // Tokens with t > beta: sums of w and rho, and the largest max(rho, 1); 0 where there are none.
+  double above_weight = 0;
+  double above_odds = 0;
+  float above_largest_odds = 0;
+  // Tokens with t <= beta: their V (3) and b (4), which do not depend on beta.
+  double below_variance = 0;
+  float below_jump = 0;
+};
+
+// V and b of open and settled tokens together, at the open tokens' beta.
+VERKV_HD constexpr TailTerms joined(const TailTerms& open, const SettledTerms& settled) {
+  TailTerms all = open;
+  all.variance += settled.below_variance + open.beta * open.beta * settled.above_odds;
+  const double below = static_cast<double>(settled.below_jump);
+  if (all.max_jump < below) all.max_jump = below;
+  const double above = open.beta * static_cast<double>(settled.above_largest_odds);
+  if (all.max_jump < above) all.max_jump = above;
+  return all;
+}
+
 // V and b at a given beta (from shrinkage_beta) over L = {rho finite}. O(n), double, no allocation.
 template <class W, class R>
 TailTerms tail_terms(std::span<const W> w, std::span<const R> rho, double beta) {
@@ -72,6 +98,23 @@ VERKV_HD inline double certificate(const TailTerms& terms, double denominator, d
   constexpr double infinity = std::numeric_limits<double>::infinity();
   const double bound = numerator / denominator;
   return bound >= 0 && denominator < infinity ? bound : infinity;
+}
+
+// Whether D can divide: a positive finite number.
+VERKV_HD constexpr bool is_computable(double denominator) {
+  return denominator > 0 && denominator < std::numeric_limits<double>::infinity();
+}
+
+// Certificates of a step are enlarged by this factor, so that the rounding of the sums in them (W
+// and R of beta, V, D) does not turn an upper bound into a lower one. The sums' terms are positive
+// and their relative error is at most 35 * 2^-24 = 2.1e-6 (src/sum_order.hpp, which checks this
+// factor): beta and D bring four such errors into eps(L), V half of one under its root.
+inline constexpr double kOutward = 1 + 1e-5;
+
+// The certificate that a step reports and decides by.
+VERKV_HD inline double outward_certificate(const TailTerms& terms, double denominator,
+                                           double log_term) {
+  return certificate(terms, denominator, log_term) * kOutward;
 }
 
 }  // namespace verkv

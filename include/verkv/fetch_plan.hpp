@@ -1,6 +1,9 @@
-// Which tokens to fetch: the order (Eq. 9 or one key), the smallest prefix that certifies (Eq. 10),
-// and the risk rule. Nothing here may look at which tokens happen to be resident: Theorem 2 needs
-// the plan to be independent of the draw given the query.
+// Which tokens to fetch: the stop rules, the order (Eq. 9, or what fetching a token is worth), the
+// smallest prefix of it that certifies (Eq. 10). Nothing here may look at which tokens happen to be
+// resident: Theorem 2 needs the plan to be independent of the draw given the query.
+//
+// Dialect: src/cpu/kernels_simd.cpp: fetch_worth
+// Dialect: cuda/verify_terms.cuh: tail_of
 #ifndef VERKV_FETCH_PLAN_HPP
 #define VERKV_FETCH_PLAN_HPP
 
@@ -18,19 +21,93 @@
 
 namespace verkv {
 
-// The one-key order: what token i adds to the mean square error of D_hat,
+// What fetching token i is worth: its share in the mean square error of D_hat at fixed beta,
 //
-//   key_i = w_i t_i                     where t_i <= beta (lambda = 1: its Horvitz-Thompson
-//   variance) (5) key_i = beta (2 w_i - beta rho_i)   where t_i >  beta (lambda < 1)
+//   worth_i = w_i t_i                       where t_i <= beta                                 (5)
+//   worth_i = beta (2 w_i - beta rho_i)     where t_i >  beta
 //
-// The second line is the integral of d MSE / d w_i = 2 min(t_i, beta) from 0 to w_i at fixed beta:
-// (5) alone is infinite for a token that is never drawn (rho = 0) however little it weighs. beta =
-// infinity gives (5) for every token with rho > 0.
+// with t_i = w_i / rho_i. (5) is the Horvitz-Thompson variance of a token with lambda = 1. The
+// second line is the integral of d MSE / d w_i = 2 min(t_i, beta) from 0 to w_i: (5) alone is
+// infinite for a token that is never drawn (rho = 0) however little it weighs. beta = infinity
+// gives (5) for every token with rho > 0.
 template <class T>
-VERKV_HD constexpr T fetch_key(T w, T rho, T beta) {
+VERKV_HD constexpr T fetch_worth(T w, T rho, T beta) {
   if (w <= beta * rho) return w > T(0) ? w * (w / rho) : T(0);
   return beta * (T(2) * w - beta * rho);
 }
+
+// ---- Stop rules ---------------------------------------------------------------------------------
+
+// When a query head stops asking for tokens. Plain numbers, the same for every head of a layer;
+// infinity switches a rule off.
+struct StopRules {
+  static constexpr double kNone = std::numeric_limits<double>::infinity();
+  // The certificate of what is not fetched shall be at most this.
+  double epsilon = kNone;
+  // log(2 / delta), which that certificate is computed with.
+  double log_term = 0;
+  // Tokens whose worth is above risk * D^2 are fetched: their share in the relative mean square
+  // error.
+  double risk = kNone;
+  // Tokens whose weight is above probability * D are fetched: their share in the attention.
+  double probability = kNone;
+
+  VERKV_HD constexpr bool certifies() const { return epsilon < kNone; }
+  // Whether a rule asks for tokens that the certificate does not need.
+  VERKV_HD constexpr bool asks_for_more() const { return risk < kNone || probability < kNone; }
+};
+
+// The rules in the units of one head's weights.
+struct RuleThresholds {
+  float worth = std::numeric_limits<float>::infinity();   // a token worth more is fetched,
+  float weight = std::numeric_limits<float>::infinity();  // and one that weighs more
+  // The certificate that the plan must reach, by its own sums.
+  double target = StopRules::kNone;
+};
+
+// Nothing is asked for where D does not compute. The price of risk is cut to the range of binary32.
+// The plan's target is below epsilon by kOutward: the certificate of a step sums what the plan
+// leaves in another order, and a step must not fetch for the sake of a certificate and then miss it
+// by a rounding error.
+VERKV_HD inline RuleThresholds thresholds(const StopRules& rules, double denominator) {
+  RuleThresholds result;
+  if (!is_computable(denominator)) return result;
+  const double most = static_cast<double>(std::numeric_limits<float>::max());
+  const double price = rules.risk * denominator * denominator;
+  result.worth = static_cast<float>(most < price ? most : price);
+  result.weight = static_cast<float>(rules.probability * denominator);
+  result.target = rules.epsilon / kOutward;
+  return result;
+}
+
+// Where a head's prefix of the order of worth ends.
+struct FetchThreshold {
+  float worth = 0;        // fetch every token that is worth more
+  std::int64_t ties = 0;  // and so many tokens that are worth exactly this, lowest positions first
+};
+
+// The first pivot of the search for that threshold. sorted: a sample of the open tokens' worth,
+// ascending, not empty; open_count: how many tokens it stands for.
+//
+// While lambda = 1, worth is variance (5), so the worth of what is kept sums to its V. Were there
+// no bias and no largest jump, eps(L) = sqrt(2 V l) / D, and V = (target D)^2 / (2 l) would just
+// certify. The pivot leaves to the bias and the jump what kVarianceShare of the bound is not: V =
+// share^2 / 2 (target D)^2 / l = 0.18 (target D)^2 / l. The form is derived, the share is a guess
+// (docs/math/fetch_plan.md): a wrong one costs rounds of the search, never the result.
+inline constexpr double kVarianceShare = 0.6;
+VERKV_HD inline float first_pivot(std::span<const float> sorted, std::int64_t open_count,
+                                  double target, double denominator, double log_term) {
+  const double wanted =
+      kVarianceShare * kVarianceShare / 2 * target * target * denominator * denominator / log_term;
+  const double each = static_cast<double>(open_count) / static_cast<double>(sorted.size());
+  double variance = 0;
+  std::size_t at = 0;
+  while (at + 1 < sorted.size() && (variance += each * static_cast<double>(sorted[at])) < wanted)
+    ++at;
+  return sorted[at];
+}
+
+// ---- Prefixes of an order -----------------------------------------------------------------------
 
 // Smallest k in [0, n] with certificate_at(k) <= epsilon, for a certificate_at that never rises
 // with k and is 0 at n. Bisection; at most 2 + log2(n) evaluations.
@@ -58,100 +135,145 @@ void order_by_descending(std::span<const T> value, std::span<std::uint32_t> out_
   });
 }
 
-// Scratch of the exact order: doubles and indices per token of L.
+// ---- The exact order, Eq. 9 ---------------------------------------------------------------------
+
+// Rows of GainTable.
 inline constexpr std::size_t kGainScratchDoubles = 10;
 
+// The tokens of L by descending t = w / rho, and sums over the first p of them or over all from p
+// on: enough to take any one token out of beta, V and b. Rows of n + 1 doubles, the caller's.
+struct GainTable {
+  std::size_t tokens = 0;
+  std::span<double> t, w, rho;
+  // Sums over the tokens before p.
+  std::span<double> sum_w, sum_rho;
+  // The largest and second largest max(rho, 1) before p.
+  std::span<double> head_odds1, head_odds2;
+  // From p on, unclipped: the sum of w t, the largest and second largest max(w, t).
+  std::span<double> tail_variance, tail_jump1, tail_jump2;
+
+  // Sorts and sums. out_order: the token of each place.
+  static GainTable make(std::span<const double> w, std::span<const double> rho,
+                        std::span<double> scratch, std::span<std::uint32_t> out_order) {
+    GainTable table;
+    const std::size_t n = table.tokens = w.size();
+    std::size_t k = 0;
+    for (std::span<double>* part :
+         {&table.t, &table.w, &table.rho, &table.sum_w, &table.sum_rho, &table.head_odds1,
+          &table.head_odds2, &table.tail_variance, &table.tail_jump1, &table.tail_jump2}) {
+      *part = scratch.subspan(k++ * (n + 1), n + 1);
+    }
+    const auto ratio = [](double x, double odds) { return x > 0 ? x / odds : 0.0; };
+    for (std::size_t i = 0; i < n; ++i) table.t[i] = ratio(w[i], rho[i]);
+    order_by_descending(std::span<const double>(table.t.first(n)), out_order.first(n));
+    for (std::size_t p = 0; p < n; ++p) {
+      table.w[p] = w[out_order[p]];
+      table.rho[p] = rho[out_order[p]];
+    }
+    for (std::size_t p = 0; p < n; ++p) table.t[p] = ratio(table.w[p], table.rho[p]);
+    table.t[n] = 0;
+    table.sum();
+    return table;
+  }
+
+  // How many tokens have t > beta. Only they have a share in beta.
+  std::size_t above(double beta) const {
+    std::size_t p = 0;
+    while (p < tokens && t[p] > beta) ++p;
+    return p;
+  }
+
+  // beta, V and b of L without the token at place j. beta: of the whole of L; corner: above(beta).
+  TailTerms without(std::size_t j, double beta, std::size_t corner) const {
+    return j < corner ? without_large(j, corner) : without_small(j, beta, corner);
+  }
+
+ private:
+  void sum() {
+    const std::size_t n = tokens;
+    sum_w[0] = sum_rho[0] = head_odds1[0] = head_odds2[0] = 0;
+    for (std::size_t p = 0; p < n; ++p) {
+      sum_w[p + 1] = sum_w[p] + w[p];
+      sum_rho[p + 1] = sum_rho[p] + rho[p];
+      const double candidate = w[p] > 0 ? std::max(rho[p], 1.0) : 0.0;
+      head_odds1[p + 1] = std::max(head_odds1[p], candidate);
+      head_odds2[p + 1] = std::max(head_odds2[p], std::min(head_odds1[p], candidate));
+    }
+    tail_variance[n] = tail_jump1[n] = tail_jump2[n] = 0;
+    for (std::size_t p = n; p-- > 0;) {
+      tail_variance[p] = tail_variance[p + 1] + w[p] * t[p];
+      const double candidate = std::max(w[p], t[p]);
+      tail_jump1[p] = std::max(tail_jump1[p + 1], candidate);
+      tail_jump2[p] = std::max(tail_jump2[p + 1], std::min(tail_jump1[p + 1], candidate));
+    }
+  }
+
+  // A token with a share in beta: beta falls, so the tokens above it are a prefix m >= corner, the
+  // first whose next token no longer raises beta.
+  TailTerms without_large(std::size_t j, std::size_t corner) const {
+    const auto beta_at = [&](std::size_t m) {
+      return beta_of_sums(sum_w[m] - w[j], sum_rho[m] - rho[j]);
+    };
+    std::size_t low = corner;
+    std::size_t high = tokens;
+    while (low < high) {
+      const std::size_t middle = low + (high - low) / 2;
+      if (t[middle] <= beta_at(middle)) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    const std::size_t m = low;
+    const double own_odds = w[j] > 0 ? std::max(rho[j], 1.0) : 0.0;
+    const double clipped = own_odds == head_odds1[m] ? head_odds2[m] : head_odds1[m];
+    TailTerms terms;
+    terms.beta = beta_at(m);
+    terms.variance = tail_variance[m] + terms.beta * terms.beta * (sum_rho[m] - rho[j]);
+    terms.max_jump = std::max(terms.beta * clipped, tail_jump1[m]);
+    return terms;
+  }
+
+  // Any other token: beta stays.
+  TailTerms without_small(std::size_t j, double beta, std::size_t corner) const {
+    const double own_jump = std::max(w[j], t[j]);
+    const double unclipped =
+        own_jump == tail_jump1[corner] ? tail_jump2[corner] : tail_jump1[corner];
+    TailTerms terms;
+    terms.beta = beta;
+    terms.variance = (tail_variance[corner] - w[j] * t[j]) + beta * beta * sum_rho[corner];
+    terms.max_jump = std::max(beta * head_odds1[corner], unclipped);
+    return terms;
+  }
+};
+
 // The gain of Eq. 9 for every token, g_i = eps(L) - eps(L without i), each with its own beta, V and
-// b. O(n log n) by prefix sums over the tokens sorted by t. L here is the whole of `w` and `rho`
-// (all rho finite). A token whose weight is NaN has an infinite gain. scratch: kGainScratchDoubles
-// * (n + 1) doubles; scratch_order: n indices. No allocation.
+// b. L is the whole of `w` and `rho` (all rho finite). A token whose weight is NaN has an infinite
+// gain.
+//   scratch: kGainScratchDoubles * (n + 1) doubles. scratch_order: n indices. out_gain: n doubles.
+// O(n log n), no allocation.
+//
+// Taking a token out of a sum that it dominates leaves rounding errors of that sum. They do no
+// harm: what they do to eps(L without i) is within 1e-16 sqrt(sum of rho) of eps(L), from which it
+// is subtracted.
 inline void exact_gains(std::span<const double> w, std::span<const double> rho, double denominator,
                         double log_term, std::span<double> scratch,
                         std::span<std::uint32_t> scratch_order, std::span<double> out_gain) {
-  const std::size_t n = w.size();
-  if (n == 0) return;
-  const std::size_t stride = n + 1;
-  const auto row = [&](std::size_t k) { return scratch.subspan(k * stride, stride); };
-  const auto t = row(0), sum_w = row(1), sum_rho = row(2), tail_v = row(3), head_rho1 = row(4),
-             head_rho2 = row(5), tail_jump1 = row(6), tail_jump2 = row(7), sw = row(8),
-             srho = row(9);
-  const auto ratio = [&](std::size_t i) { return w[i] > 0 ? w[i] / rho[i] : 0.0; };
-  for (std::size_t i = 0; i < n; ++i) t[i] = ratio(i);
-  order_by_descending(std::span<const double>(t.first(n)), scratch_order.first(n));
-  for (std::size_t p = 0; p < n; ++p) {
-    sw[p] = w[scratch_order[p]];
-    srho[p] = rho[scratch_order[p]];
-  }
-  for (std::size_t p = 0; p < n; ++p) t[p] = sw[p] > 0 ? sw[p] / srho[p] : 0.0;
-  t[n] = 0;
-
-  // Prefix sums; largest and second largest of max(rho, 1) before p, and of the unclipped jump from
-  // p on.
-  sum_w[0] = sum_rho[0] = head_rho1[0] = head_rho2[0] = 0;
-  for (std::size_t p = 0; p < n; ++p) {
-    sum_w[p + 1] = sum_w[p] + sw[p];
-    sum_rho[p + 1] = sum_rho[p] + srho[p];
-    const double candidate = sw[p] > 0 ? std::max(srho[p], 1.0) : 0.0;
-    head_rho1[p + 1] = std::max(head_rho1[p], candidate);
-    head_rho2[p + 1] = std::max(head_rho2[p], std::min(head_rho1[p], candidate));
-  }
-  tail_v[n] = tail_jump1[n] = tail_jump2[n] = 0;
-  for (std::size_t p = n; p-- > 0;) {
-    tail_v[p] = tail_v[p + 1] + sw[p] * t[p];
-    const double candidate = std::max(sw[p], t[p]);
-    tail_jump1[p] = std::max(tail_jump1[p + 1], candidate);
-    tail_jump2[p] = std::max(tail_jump2[p + 1], std::min(tail_jump1[p + 1], candidate));
-  }
-
+  if (w.empty()) return;
+  const GainTable table = GainTable::make(w, rho, scratch, scratch_order);
   const double beta = shrinkage_beta(w, rho);
   if (beta != beta) {  // nothing certifies before what is not a number is gone
-    for (std::size_t i = 0; i < n; ++i) {
+    for (std::size_t i = 0; i < w.size(); ++i) {
       const bool number = w[i] == w[i] && rho[i] == rho[i];
       out_gain[i] = number ? 0.0 : std::numeric_limits<double>::infinity();
     }
     return;
   }
   const double before = certificate(tail_terms(w, rho, beta), denominator, log_term);
-  // The tokens before `corner` are those with t > beta. Only they have a share in beta.
-  // Taking j out of a sum that it dominates leaves rounding errors of that sum. They do no harm:
-  // what they do to eps(L without j) is within 1e-16 sqrt(sum of rho) of eps(L), from which it is
-  // subtracted.
-  std::size_t corner = 0;
-  while (corner < n && t[corner] > beta) ++corner;
-
-  for (std::size_t j = 0; j < n; ++j) {
-    TailTerms terms;
-    const double wj = sw[j];
-    const double rj = srho[j];
-    if (j < corner) {
-      // beta falls, so the tokens above it are a prefix m >= corner: the first whose next token no
-      // longer raises beta.
-      const auto beta_at = [&](std::size_t m) { return (sum_w[m] - wj) / (1 + (sum_rho[m] - rj)); };
-      std::size_t low = corner;
-      std::size_t high = n;
-      while (low < high) {
-        const std::size_t middle = low + (high - low) / 2;
-        if (t[middle] <= beta_at(middle)) {
-          high = middle;
-        } else {
-          low = middle + 1;
-        }
-      }
-      const std::size_t m = low;
-      const double own_rho = wj > 0 ? std::max(rj, 1.0) : 0.0;
-      const double clipped = own_rho == head_rho1[m] ? head_rho2[m] : head_rho1[m];
-      terms.beta = beta_at(m);
-      terms.variance = tail_v[m] + terms.beta * terms.beta * (sum_rho[m] - rj);
-      terms.max_jump = std::max(terms.beta * clipped, tail_jump1[m]);
-    } else {
-      const double own_jump = std::max(wj, t[j]);
-      const double unclipped =
-          own_jump == tail_jump1[corner] ? tail_jump2[corner] : tail_jump1[corner];
-      terms.beta = beta;
-      terms.variance = (tail_v[corner] - wj * t[j]) + beta * beta * sum_rho[corner];
-      terms.max_jump = std::max(beta * head_rho1[corner], unclipped);
-    }
-    out_gain[scratch_order[j]] = before - certificate(terms, denominator, log_term);
+  const std::size_t corner = table.above(beta);
+  for (std::size_t j = 0; j < w.size(); ++j) {
+    const TailTerms after = table.without(j, beta, corner);
+    out_gain[scratch_order[j]] = before - certificate(after, denominator, log_term);
   }
 }
 

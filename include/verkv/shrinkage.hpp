@@ -37,6 +37,13 @@ VERKV_HD constexpr T drawn_coefficient(T w_sketched, T w_exact, T rho, T beta, T
   return lambda * (T(1) + rho) / rho;
 }
 
+// W_A / (1 + R_A) of (2).
+VERKV_HD constexpr double beta_of_sums(double weight, double odds) { return weight / (1 + odds); }
+
+// Rounds of the iteration below after which a step stops. The set A only shrinks, in practice
+// within ten rounds; the bound keeps sums that are not numbers from going round for ever.
+inline constexpr int kMostBetaRounds = 100;
+
 // beta of (2) over L = {i : rho_i finite}; tokens with rho = infinity (H) and w = 0 are skipped.
 // Newton's (Dinkelbach's) iteration from below: beta <- W_A / (1 + R_A), A <- {i : w_i > beta
 // rho_i}; it rises monotonically and stops after finitely many rounds. A NaN weight makes the
@@ -58,7 +65,7 @@ double shrinkage_beta(std::span<const W> w, std::span<const R> rho, int* out_rou
       weight += wi;
       odds += ri;
     }
-    const double next = weight / (1 + odds);
+    const double next = beta_of_sums(weight, odds);
     if (next != next) {
       beta = next;
       break;

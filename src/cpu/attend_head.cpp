@@ -298,7 +298,7 @@ class Step {
   double plan_target() const { return fetch_.epsilon / kOutward; }
 
   FetchThreshold searched_threshold(int h) {
-    PlanArrays arrays{ws_.plan_weight.data(), ws_.plan_odds.data(), ws_.plan_key.data(),
+    PlanArrays arrays{ws_.plan_weight.data(), ws_.plan_odds.data(), ws_.plan_worth.data(),
                       ws_.plan_position.data(), 0};
     kernels_.plan_start(weight(h), store_.odds(), compressed_, state(h).beta, arrays);
     return search_fetch_threshold(kernels_, arrays, state(h).beta, state(h).denominator, log_term_,
@@ -328,7 +328,7 @@ class Step {
       // The shortlist: the leading tokens of the one-key order, re-ordered by their exact gains.
       const std::span<double> key(ws_.exact_scratch.data(), n);
       for (std::size_t i = 0; i < n; ++i)
-        key[i] = fetch_key(w[i], rho[i], static_cast<double>(s.beta));
+        key[i] = fetch_worth(w[i], rho[i], static_cast<double>(s.beta));
       order_by_descending(std::span<const double>(key), order);
       const std::size_t head = std::min(n, static_cast<std::size_t>(fetch_.shortlist));
       std::sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(head),
@@ -346,7 +346,7 @@ class Step {
       const std::uint32_t i = ws_.exact_index[order[p]];
       const float x = weight(h)[i];
       const bool wanted =
-          p < k || x > floor || fetch_key(x, to_float(store_.odds()[i]), s.beta) > price;
+          p < k || x > floor || fetch_worth(x, to_float(store_.odds()[i]), s.beta) > price;
       if (!wanted) continue;
       ws_.mark[i] = 1;
       ++step_.query_reports[h].planned_tokens;
@@ -381,7 +381,7 @@ class Step {
       for (int h = 0; h < heads; ++h) {
         HeadState& s = state(first + h);
         beta[at(h)] = s.beta;
-        key[at(h)] = s.threshold.key;
+        key[at(h)] = s.threshold.worth;
         floor[at(h)] = std::numeric_limits<float>::infinity();
         if (!s.computable || s.marked) {
           key[at(h)] = std::numeric_limits<float>::infinity();
@@ -429,7 +429,7 @@ class Step {
     std::int64_t counted = 0;
     for (std::int64_t i = 0; i < compressed_ && left > 0; ++i) {
       const float w = weight(h)[i];
-      if (!(w > 0) || fetch_key(w, to_float(store_.odds()[i]), state(h).beta) != threshold.key)
+      if (!(w > 0) || fetch_worth(w, to_float(store_.odds()[i]), state(h).beta) != threshold.worth)
         continue;
       ws_.mark[static_cast<std::size_t>(i)] = 1;
       --left;
@@ -448,7 +448,8 @@ class Step {
         const HeadState& s = state(h);
         if (!s.computable) continue;
         const float d = static_cast<float>(s.denominator);
-        const float key = fetch_key(weight(h)[position], to_float(store_.odds()[position]), s.beta);
+        const float key =
+            fetch_worth(weight(h)[position], to_float(store_.odds()[position]), s.beta);
         best = std::max(best, key / d / d);
       }
       return best;
@@ -689,7 +690,7 @@ void Workspace::reserve(const LayerShape& shape, const FetchConfig& fetch, std::
   if (uses_search(fetch)) {
     grow(plan_weight, compressed + kLanes);
     grow(plan_odds, compressed + kLanes);
-    grow(plan_key, compressed + kLanes);
+    grow(plan_worth, compressed + kLanes);
     grow(plan_position, compressed + kLanes);
   }
   if (uses_exact_order(fetch)) {
@@ -708,9 +709,9 @@ std::int64_t Workspace::bytes() const {
     ((sum += static_cast<std::int64_t>(vector.capacity() * sizeof(vector[0]))), ...);
   };
   add(query, code_query, basis_query, weight, resident_logit, resident_weight, resident_sketched,
-      slot_odds, states, output, square, fetched, moved, no_odds, plan_weight, plan_odds, plan_key,
-      plan_position, exact_weight, exact_odds, exact_gain, exact_scratch, exact_order, exact_index,
-      mark);
+      slot_odds, states, output, square, fetched, moved, no_odds, plan_weight, plan_odds,
+      plan_worth, plan_position, exact_weight, exact_odds, exact_gain, exact_scratch, exact_order,
+      exact_index, mark);
   return sum;
 }
 

@@ -53,7 +53,7 @@ class Workspace {
   std::vector<std::uint32_t> moved;    // those of them that are not resident
   std::vector<Positive16> no_odds;     // zeros: makes the weights kernel take every token
   // The certificate's threshold search (fetch_search.hpp).
-  AlignedVector<float> plan_weight, plan_odds, plan_key;
+  AlignedVector<float> plan_weight, plan_odds, plan_worth;
   std::vector<std::uint32_t> plan_position;
   // The exact order (Eq. 9), in double.
   std::vector<double> exact_weight, exact_odds, exact_gain, exact_scratch;

@@ -2,12 +2,7 @@
 // implementations: scalar (the reference, kernels_scalar.cpp) and portable vectors with run-time
 // dispatch (kernels_simd.cpp).
 //
-// The order of every summation is fixed here, in terms of 16 lanes, whatever the width of the
-// machine's vectors: with a fused multiply-add all implementations give the same bits, hence the
-// same decisions.
-//   lane sum over tokens: within blocks of kBlockTokens tokens, token i of the block is added to
-//   lane i % 16 in binary32, ascending; the 16 lanes are folded (fold16 below) in binary32; block
-//   sums are added in double.
+// The order of every summation is fixed: sum_order.hpp says what a lane sum is.
 // [heads][stride] arrays are head-major: element (h, i) at h * stride + i.
 #ifndef VERKV_SRC_CPU_KERNELS_HPP
 #define VERKV_SRC_CPU_KERNELS_HPP
@@ -16,25 +11,16 @@
 #include <string>
 #include <vector>
 
+#include <verkv/certificate.hpp>
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
+#include "sum_order.hpp"
+
 namespace verkv::cpu {
 
-inline constexpr int kLanes = 16;
-inline constexpr std::int64_t kBlockTokens = 512;
 // Most query heads handed to one kernel call; larger groups are cut by the caller.
 inline constexpr int kMaxHeads = 8;
-
-// Folds 16 partial sums: l + 8, then l + 4, l + 2, l + 1.
-inline float fold16(const float* lane) {
-  float s[16];
-  for (int i = 0; i < 16; ++i) s[i] = lane[i];
-  for (int half = 8; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) s[i] += s[i + half];
-  }
-  return s[0];
-}
 
 // Rows of keys or values: row i starts at element i * stride and has dim elements.
 struct Rows {
@@ -70,18 +56,9 @@ struct HeadConstants {
 struct PlanArrays {
   float* weight = nullptr;
   float* odds = nullptr;
-  float* key = nullptr;
+  float* worth = nullptr;
   std::uint32_t* position = nullptr;
   std::int64_t count = 0;
-};
-
-// Sums over tokens that left the search: `in` are certain to have t > beta, `out` certain not to.
-struct PlanBase {
-  double in_weight = 0;
-  double in_odds = 0;
-  float in_largest_odds = 0;  // max of max(rho, 1); 0 where empty
-  double out_variance = 0;
-  float out_jump = 0;
 };
 
 struct Kernels {
@@ -125,33 +102,33 @@ struct Kernels {
   void (*tail_sums)(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
                     int heads, const float* beta, double* out_variance, float* out_jump);
 
-  // Appends to out, ascending, every token for which some head has fetch_key(w, rho, beta[h]) >
-  // key_threshold[h] or w > weight_threshold[h] (binary32; w > 0; a negative key_threshold takes
-  // every such token). Returns how many; out_planned[h] += tokens that head h asked for. out has
-  // room for count + 16.
+  // Appends to out, ascending, every token for which some head has fetch_worth(w, rho, beta[h]) >
+  // worth_threshold[h] or w > weight_threshold[h] (binary32; w > 0; a negative worth_threshold
+  // takes every such token). Returns how many; out_planned[h] += tokens that head h asked for. out
+  // has room for count + 16.
   std::int64_t (*select_tokens)(const float* w, std::int64_t stride, const Positive16* odds,
                                 std::int64_t count, int heads, const float* beta,
-                                const float* key_threshold, const float* weight_threshold,
+                                const float* worth_threshold, const float* weight_threshold,
                                 std::uint32_t* out, std::int64_t* out_planned);
 
-  // Fills `plan` with the tokens of one head that have w > 0, ascending, and their keys. plan
+  // Fills `plan` with the tokens of one head that have w > 0, ascending, and their worth. plan
   // arrays have room for count + 16.
   void (*plan_start)(const float* w, const Positive16* odds, std::int64_t count, float beta,
                      PlanArrays& plan);
 
-  // beta_sums and tail_sums over the tokens of the plan with key <= threshold (lanes and blocks by
-  // index in the arrays).
+  // beta_sums and tail_sums over the tokens of the plan with worth <= threshold (lanes and blocks
+  // by index in the arrays).
   void (*plan_beta_sums)(const PlanArrays& plan, float threshold, float beta, double& out_weight,
                          double& out_odds);
   void (*plan_tail_sums)(const PlanArrays& plan, float threshold, float beta, double& out_variance,
                          float& out_jump);
 
-  // Drops from the plan, keeping the order of the rest: tokens with key > drop_above; tokens with
-  // key <= settle_below and w > beta_high * rho (added to base.in_*); tokens with key <=
-  // settle_below and w <= beta_low * rho (added to base.out_*). The additions are lane sums of this
-  // call, then one addition in double.
+  // Drops from the plan, keeping the order of the rest: tokens with worth > drop_above; of
+  // those with worth <= settle_below, tokens with w > beta_high * rho (added to settled.above_*)
+  // and tokens with w <= beta_low * rho (added to settled.below_*). The additions are lane sums of
+  // this call, then one addition in double.
   void (*plan_compact)(PlanArrays& plan, float drop_above, float settle_below, float beta_low,
-                       float beta_high, PlanBase& base);
+                       float beta_high, SettledTerms& settled);
 };
 
 // The reference.

@@ -131,7 +131,7 @@ void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std:
 
 std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16* odds,
                            std::int64_t count, int heads, const float* beta,
-                           const float* key_threshold, const float* weight_threshold,
+                           const float* worth_threshold, const float* weight_threshold,
                            std::uint32_t* out, std::int64_t* out_planned) {
   std::int64_t found = 0;
   for (std::int64_t i = 0; i < count; ++i) {
@@ -139,8 +139,8 @@ std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16
     const float rho = to_float(odds[i]);
     for (int h = 0; h < heads; ++h) {
       const float x = w[h * stride + i];
-      const bool wanted = x > 0 && (x > weight_threshold[h] || key_threshold[h] < 0 ||
-                                    fetch_key(x, rho, beta[h]) > key_threshold[h]);
+      const bool wanted = x > 0 && (x > weight_threshold[h] || worth_threshold[h] < 0 ||
+                                    fetch_worth(x, rho, beta[h]) > worth_threshold[h]);
       out_planned[h] += wanted;
       any = any || wanted;
     }
@@ -157,7 +157,7 @@ void plan_start(const float* w, const Positive16* odds, std::int64_t count, floa
     const float rho = to_float(odds[i]);
     plan.weight[plan.count] = w[i];
     plan.odds[plan.count] = rho;
-    plan.key[plan.count] = fetch_key(w[i], rho, beta);
+    plan.worth[plan.count] = fetch_worth(w[i], rho, beta);
     plan.position[plan.count] = static_cast<std::uint32_t>(i);
     ++plan.count;
   }
@@ -167,7 +167,7 @@ void plan_beta_sums(const PlanArrays& plan, float threshold, float beta, double&
                     double& out_odds) {
   LaneSum weight, odd;
   for (std::int64_t i = 0; i < plan.count; ++i) {
-    const bool in = plan.key[i] <= threshold && plan.weight[i] > beta * plan.odds[i];
+    const bool in = plan.worth[i] <= threshold && plan.weight[i] > beta * plan.odds[i];
     weight.add(i, in ? plan.weight[i] : 0.0f);
     odd.add(i, in ? plan.odds[i] : 0.0f);
   }
@@ -180,7 +180,7 @@ void plan_tail_sums(const PlanArrays& plan, float threshold, float beta, double&
   LaneSum variance;
   out_jump = 0;
   for (std::int64_t i = 0; i < plan.count; ++i) {
-    const bool in = plan.key[i] <= threshold;
+    const bool in = plan.worth[i] <= threshold;
     variance.add(i, in ? variance_term(plan.weight[i], plan.odds[i], beta) : 0.0f);
     if (in) out_jump = std::fmax(out_jump, jump_term(plan.weight[i], plan.odds[i], beta));
   }
@@ -188,32 +188,33 @@ void plan_tail_sums(const PlanArrays& plan, float threshold, float beta, double&
 }
 
 void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float beta_low,
-                  float beta_high, PlanBase& base) {
-  LaneSum in_weight, in_odds, out_variance;
+                  float beta_high, SettledTerms& settled) {
+  LaneSum weight, odds, variance;
   std::int64_t kept = 0;
   for (std::int64_t i = 0; i < plan.count; ++i) {
     const float w = plan.weight[i];
     const float rho = plan.odds[i];
-    const float key = plan.key[i];
-    const bool settled = key <= settle_below;
-    const bool in = settled && w > beta_high * rho;
-    const bool out = settled && !in && w <= beta_low * rho;
-    in_weight.add(i, in ? w : 0.0f);
-    in_odds.add(i, in ? rho : 0.0f);
-    out_variance.add(i, out ? w * (w / rho) : 0.0f);
-    if (in) base.in_largest_odds = std::fmax(base.in_largest_odds, std::fmax(rho, 1.0f));
-    if (out) base.out_jump = std::fmax(base.out_jump, w / rho * std::fmax(rho, 1.0f));
-    if (in || out || key > drop_above) continue;
+    const float worth = plan.worth[i];
+    const bool settles = worth <= settle_below;
+    const bool above = settles && w > beta_high * rho;
+    const bool below = settles && !above && w <= beta_low * rho;
+    weight.add(i, above ? w : 0.0f);
+    odds.add(i, above ? rho : 0.0f);
+    variance.add(i, below ? variance_term(w, rho, beta_low) : 0.0f);
+    if (above)
+      settled.above_largest_odds = std::fmax(settled.above_largest_odds, std::fmax(rho, 1.0f));
+    if (below) settled.below_jump = std::fmax(settled.below_jump, jump_term(w, rho, beta_low));
+    if (above || below || worth > drop_above) continue;
     plan.weight[kept] = w;
     plan.odds[kept] = rho;
-    plan.key[kept] = key;
+    plan.worth[kept] = worth;
     plan.position[kept] = plan.position[i];
     ++kept;
   }
   plan.count = kept;
-  base.in_weight += in_weight.total();
-  base.in_odds += in_odds.total();
-  base.out_variance += out_variance.total();
+  settled.above_weight += weight.total();
+  settled.above_odds += odds.total();
+  settled.below_variance += variance.total();
 }
 
 }  // namespace

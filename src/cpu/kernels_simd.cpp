@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include <verkv/attention.hpp>
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
@@ -192,7 +193,7 @@ constexpr int power_of_two_from(int n) {
   return power;
 }
 
-// out[i] = fold16 of acc[i]. out has room for a power of two.
+// Dialect of sum_order.hpp: out[i] = fold16 of acc[i]. out has room for a power of two.
 template <int kCount>
 HWY_INLINE void fold(const VF (&acc)[kCount][kParts], float* out) {
   constexpr int kPadded = power_of_two_from(kCount);
@@ -858,29 +859,30 @@ void sketch_logits(const SketchShape& shape, const std::uint8_t* codes, const Po
 // ---- Weights and their sums
 // -------------------------------------------------------------------------
 
-// weight_exp of attention.hpp where `keep`, 0 elsewhere.
+// Dialect of verkv/attention.hpp: weight_exp where `keep`, 0 elsewhere.
 HWY_INLINE VF weight_exp(VF x, MF keep) {
-  const MF below = hn::Lt(x, hn::Set(df, -87.0f));
-  const VF sixty = hn::Set(df, 60.0f);
+  using namespace exp_terms;
+  const MF below = hn::Lt(x, hn::Set(df, kLowest));
+  const VF highest = hn::Set(df, kHighest);
 #if HWY_ARCH_X86
-  const VF top = hn::Min(sixty, x);  // NaN where x is
+  const VF top = hn::Min(highest, x);  // NaN where x is
 #else
-  const VF top = hn::IfThenElse(hn::Gt(x, sixty), sixty, x);
+  const VF top = hn::IfThenElse(hn::Gt(x, highest), highest, x);
 #endif
   // 127 more than weight_exp adds, so that the low bits are a biased exponent. It moves no
   // rounding: the product is never half-way between integers, as the constant has 24 significant
   // bits.
-  const VF magic = hn::Set(df, 12582912.0f + 127.0f);
-  const VF shifted = hn::MulAdd(top, hn::Set(df, 1.44269504088896341f), magic);
+  const VF magic = hn::Set(df, kRounder + 127.0f);
+  const VF shifted = hn::MulAdd(top, hn::Set(df, kPerLog2), magic);
   const VF n = hn::Sub(shifted, magic);
-  VF r = hn::MulAdd(n, hn::Set(df, -0.693359375f), top);
-  r = hn::MulAdd(n, hn::Set(df, 2.12194440e-4f), r);
-  VF p = hn::Set(df, 1.9875691500e-4f);
-  p = hn::MulAdd(p, r, hn::Set(df, 1.3981999507e-3f));
-  p = hn::MulAdd(p, r, hn::Set(df, 8.3334519073e-3f));
-  p = hn::MulAdd(p, r, hn::Set(df, 4.1665795894e-2f));
-  p = hn::MulAdd(p, r, hn::Set(df, 1.6666665459e-1f));
-  p = hn::MulAdd(p, r, hn::Set(df, 5.0000001201e-1f));
+  VF r = hn::MulAdd(n, hn::Set(df, -kLog2High), top);
+  r = hn::MulAdd(n, hn::Set(df, -kLog2Low), r);
+  VF p = hn::Set(df, kC7);
+  p = hn::MulAdd(p, r, hn::Set(df, kC6));
+  p = hn::MulAdd(p, r, hn::Set(df, kC5));
+  p = hn::MulAdd(p, r, hn::Set(df, kC4));
+  p = hn::MulAdd(p, r, hn::Set(df, kC3));
+  p = hn::MulAdd(p, r, hn::Set(df, kC2));
   const VF y = hn::Add(hn::MulAdd(p, hn::Mul(r, r), r), hn::Set(df, 1.0f));
   const VF power = hn::BitCast(df, hn::ShiftLeft<23>(hn::BitCast(du32, shifted)));
   return hn::IfThenElseZero(hn::AndNot(below, keep), hn::Mul(y, power));
@@ -950,7 +952,7 @@ void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std:
   });
 }
 
-// variance_term and jump_term of certificate.hpp.
+// Dialect of verkv/certificate.hpp: variance_term, jump_term.
 struct Tail {
   VF variance;
   VF jump;
@@ -1003,8 +1005,8 @@ void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std:
 // ---- The plan
 // ---------------------------------------------------------------------------------------
 
-// fetch_key of fetch_plan.hpp where w > 0.
-HWY_INLINE VF fetch_key(VF w, VF rho, VF beta) {
+// Dialect of verkv/fetch_plan.hpp: fetch_worth, where w > 0.
+HWY_INLINE VF fetch_worth(VF w, VF rho, VF beta) {
   const VF edge = hn::Mul(beta, rho);
   const VF inside = hn::Mul(w, hn::Div(w, rho));
   // Twice w is exact, so this is the difference rounded once.
@@ -1075,15 +1077,15 @@ class Compressor {
 template <int kHeads>
 std::int64_t select_tokens_of(const float* w, std::int64_t stride, const Positive16* odds,
                               std::int64_t count, int heads, const float* beta,
-                              const float* key_threshold, const float* weight_threshold,
+                              const float* worth_threshold, const float* weight_threshold,
                               std::uint32_t* out, std::int64_t* out_planned) {
-  // With thresholds of at least 0, w > 0 needs no test of its own: a key is 0 or NaN where w is 0.
-  float least_key[kMaxHeads] = {};
+  // With thresholds of at least 0, w > 0 needs no test of its own: worth is 0 or NaN where w is 0.
+  float least_worth[kMaxHeads] = {};
   float least_weight[kMaxHeads] = {};
   std::int64_t planned[kMaxHeads] = {};
   for (int h = 0; h < heads; ++h) {
-    const bool all = key_threshold[h] < 0;
-    least_key[h] = all ? 0.0f : key_threshold[h];
+    const bool all = worth_threshold[h] < 0;
+    least_worth[h] = all ? 0.0f : worth_threshold[h];
     least_weight[h] = all || weight_threshold[h] < 0 ? 0.0f : weight_threshold[h];
   }
   std::int64_t found = 0;
@@ -1092,9 +1094,9 @@ std::int64_t select_tokens_of(const float* w, std::int64_t stride, const Positiv
     MF any = hn::FirstN(df, 0);
     const auto add_head = [&](auto h) VERKV_LAMBDA {
       const VF x = lanes.load(w + h * stride + i);
-      const VF key = fetch_key(x, rho, hn::Set(df, beta[h]));
-      const MF wanted =
-          hn::Or(hn::Gt(x, hn::Set(df, least_weight[h])), hn::Gt(key, hn::Set(df, least_key[h])));
+      const VF worth = fetch_worth(x, rho, hn::Set(df, beta[h]));
+      const MF wanted = hn::Or(hn::Gt(x, hn::Set(df, least_weight[h])),
+                               hn::Gt(worth, hn::Set(df, least_worth[h])));
       planned[h] += count_true(wanted);
       any = hn::Or(any, wanted);
     };
@@ -1112,11 +1114,11 @@ std::int64_t select_tokens_of(const float* w, std::int64_t stride, const Positiv
 
 std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16* odds,
                            std::int64_t count, int heads, const float* beta,
-                           const float* key_threshold, const float* weight_threshold,
+                           const float* worth_threshold, const float* weight_threshold,
                            std::uint32_t* out, std::int64_t* out_planned) {
   const auto run = [&](auto n) HWY_ATTR {
-    return select_tokens_of<n>(w, stride, odds, count, heads, beta, key_threshold, weight_threshold,
-                               out, out_planned);
+    return select_tokens_of<n>(w, stride, odds, count, heads, beta, worth_threshold,
+                               weight_threshold, out, out_planned);
   };
   switch (heads) {
     case 1:
@@ -1143,7 +1145,7 @@ void plan_start(const float* w, const Positive16* odds, std::int64_t count, floa
     const Compressor compress(positive);
     compress.store(x, to.weight + kept);
     compress.store(rho, to.odds + kept);
-    compress.store(fetch_key(x, rho, hn::Set(df, beta)), to.key + kept);
+    compress.store(fetch_worth(x, rho, hn::Set(df, beta)), to.worth + kept);
     compress.store(positions(i), to.position + kept);
     kept += count_true(positive);
   });
@@ -1160,7 +1162,7 @@ void plan_beta_sums(const PlanArrays& plan, float threshold, float beta, double&
               [&](std::int64_t i, auto part, auto lanes) VERKV_LAMBDA {
                 const VF x = lanes.load(plan.weight + i);
                 const VF rho = lanes.load(plan.odds + i);
-                const MF left = hn::Le(lanes.load(plan.key + i), hn::Set(df, threshold));
+                const MF left = hn::Le(lanes.load(plan.worth + i), hn::Set(df, threshold));
                 const MF in = lanes.only(hn::And(left, hn::Gt(x, hn::Mul(hn::Set(df, beta), rho))));
                 lane[0][part] = hn::IfThenElse(in, hn::Add(lane[0][part], x), lane[0][part]);
                 lane[1][part] = hn::IfThenElse(in, hn::Add(lane[1][part], rho), lane[1][part]);
@@ -1184,7 +1186,7 @@ void plan_tail_sums(const PlanArrays& plan, float threshold, float beta, double&
                 const VF x = lanes.load(plan.weight + i);
                 const VF rho = lanes.load(plan.odds + i);
                 const MF left =
-                    lanes.only(hn::Le(lanes.load(plan.key + i), hn::Set(df, threshold)));
+                    lanes.only(hn::Le(lanes.load(plan.worth + i), hn::Set(df, threshold)));
                 const Tail tail = tail_of(x, rho, hn::Set(df, beta));
                 lane[0][part] =
                     hn::IfThenElse(left, hn::Add(lane[0][part], tail.variance), lane[0][part]);
@@ -1197,7 +1199,7 @@ void plan_tail_sums(const PlanArrays& plan, float threshold, float beta, double&
 }
 
 void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float beta_low,
-                  float beta_high, PlanBase& base) {
+                  float beta_high, SettledTerms& settled) {
   const PlanArrays to = plan;
   double total[3] = {};
   VF top[2][kParts];
@@ -1211,38 +1213,39 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
               [&](std::int64_t i, auto part, auto lanes) VERKV_LAMBDA {
                 const VF x = lanes.load(to.weight + i);
                 const VF rho = lanes.load(to.odds + i);
-                const VF key = lanes.load(to.key + i);
+                const VF worth = lanes.load(to.worth + i);
                 const VU32 position = hn::LoadU(du32, to.position + i);
-                const MF settled = lanes.only(hn::Le(key, hn::Set(df, settle_below)));
-                const MF in = hn::And(settled, hn::Gt(x, hn::Mul(hn::Set(df, beta_high), rho)));
-                const MF low = hn::And(settled, hn::Le(x, hn::Mul(hn::Set(df, beta_low), rho)));
-                const MF out = hn::AndNot(in, low);
-                const MF dropped = hn::Or(hn::Or(in, out), hn::Gt(key, hn::Set(df, drop_above)));
+                const MF settles = lanes.only(hn::Le(worth, hn::Set(df, settle_below)));
+                const MF above = hn::And(settles, hn::Gt(x, hn::Mul(hn::Set(df, beta_high), rho)));
+                const MF low = hn::And(settles, hn::Le(x, hn::Mul(hn::Set(df, beta_low), rho)));
+                const MF below = hn::AndNot(above, low);
+                const MF dropped =
+                    hn::Or(hn::Or(above, below), hn::Gt(worth, hn::Set(df, drop_above)));
                 const MF keep = lanes.only(hn::Not(dropped));
                 const VF t = hn::Div(x, rho);
                 const VF largest_odds = hn::IfThenElse(hn::Gt(rho, one), rho, one);
-                lane[0][part] = hn::IfThenElse(in, hn::Add(lane[0][part], x), lane[0][part]);
-                lane[1][part] = hn::IfThenElse(in, hn::Add(lane[1][part], rho), lane[1][part]);
+                lane[0][part] = hn::IfThenElse(above, hn::Add(lane[0][part], x), lane[0][part]);
+                lane[1][part] = hn::IfThenElse(above, hn::Add(lane[1][part], rho), lane[1][part]);
                 lane[2][part] =
-                    hn::IfThenElse(out, hn::Add(lane[2][part], hn::Mul(x, t)), lane[2][part]);
-                raise(top[0][part], largest_odds, in);
-                raise(top[1][part], hn::Mul(t, largest_odds), out);
+                    hn::IfThenElse(below, hn::Add(lane[2][part], hn::Mul(x, t)), lane[2][part]);
+                raise(top[0][part], largest_odds, above);
+                raise(top[1][part], hn::Mul(t, largest_odds), below);
                 // kept <= i, so whole vectors may be written over what has been read.
                 const Compressor compress(keep);
                 compress.store(x, to.weight + kept);
                 compress.store(rho, to.odds + kept);
-                compress.store(key, to.key + kept);
+                compress.store(worth, to.worth + kept);
                 compress.store(position, to.position + kept);
                 kept += count_true(keep);
               });
     add_folds(lane, total);
   }
   plan.count = kept;
-  base.in_weight += total[0];
-  base.in_odds += total[1];
-  base.out_variance += total[2];
-  base.in_largest_odds = largest(top[0], base.in_largest_odds);
-  base.out_jump = largest(top[1], base.out_jump);
+  settled.above_weight += total[0];
+  settled.above_odds += total[1];
+  settled.below_variance += total[2];
+  settled.above_largest_odds = largest(top[0], settled.above_largest_odds);
+  settled.below_jump = largest(top[1], settled.below_jump);
 }
 
 }  // namespace

@@ -5,7 +5,7 @@ set(seen 0)
 foreach(arch IN ITEMS sm_80 sm_90)
   foreach(kernel IN LISTS kernels)
     execute_process(
-      COMMAND ${nvcc} ${options} -arch=${arch} -Xptxas=-v -cubin -I${include} ${kernel} -o ${out}
+      COMMAND ${nvcc} ${options} -arch=${arch} -Xptxas=-v -cubin -I${include} -I${src} ${kernel} -o ${out}
       OUTPUT_VARIABLE text
       ERROR_VARIABLE text
       RESULT_VARIABLE status)
