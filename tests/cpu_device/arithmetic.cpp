@@ -89,18 +89,6 @@ float flush(float value) {
 }
 
 template <typename Float>
-Float min_max(Float a, Float b, bool minimum, bool propagate_nan) {
-  if (propagate_nan && (std::isnan(a) || std::isnan(b))) {
-    return std::numeric_limits<Float>::quiet_NaN();
-  }
-  if (std::isnan(a)) return b;
-  if (std::isnan(b)) return a;
-  // -0 is less than +0.
-  if (a == b) return std::signbit(a) == minimum ? a : b;
-  return (a < b) == minimum ? a : b;
-}
-
-template <typename Float>
 Float float_operation(const Instruction& in, Float a, Float b, Float c) {
   const RoundingScope scope(in.rounding);
   switch (in.opcode) {

@@ -4,7 +4,9 @@
 #define VERKV_TESTS_CPU_DEVICE_ARITHMETIC_HPP
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "ptx.hpp"
 
@@ -36,6 +38,19 @@ std::uint16_t double_to_bfloat16(double value, Rounding rounding = Rounding::nea
 
 // Any float type, without rounding.
 double to_double(Type type, std::uint64_t bits);
+
+// The lesser or the greater; of one NaN the other operand, unless it propagates.
+template <typename Float>
+Float min_max(Float a, Float b, bool minimum, bool propagate_nan) {
+  if (propagate_nan && (std::isnan(a) || std::isnan(b))) {
+    return std::numeric_limits<Float>::quiet_NaN();
+  }
+  if (std::isnan(a)) return b;
+  if (std::isnan(b)) return a;
+  // -0 is less than +0.
+  if (a == b) return std::signbit(a) == minimum ? a : b;
+  return (a < b) == minimum ? a : b;
+}
 
 bool compare(Compare how, Type type, std::uint64_t a, std::uint64_t b);
 

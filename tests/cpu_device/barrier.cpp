@@ -34,7 +34,7 @@ void Block::arrive(Thread& thread, const Instruction& in) {
   arrival.waits = thread.state == State::at_barrier;
   if (reduces) arrival.predicate = value(thread, in.operands[in.operand_count - 1U]) != 0;
   if (!arrival.waits) {
-    arrival.clock = thread.clock;
+    arrival.clock = std::make_shared<const ThreadClock>(thread.clock);
     for (const Arrival& other : barrier.arrivals) {
       if (other.thread == thread.index) {
         fail(thread, FaultKind::barrier, "a second arrival before the barrier was complete");
@@ -105,7 +105,7 @@ void Block::release(Barrier& barrier, std::uint64_t) {
     thread.state = State::ready;
     ++thread.pc;
   }
-  barrier = {};
+  barrier.arrivals.clear();
 }
 
 void Block::order_all(Barrier& barrier) {
@@ -127,7 +127,7 @@ void Block::order_some(Barrier& barrier) {
   std::vector<ThreadClock> before;
   before.reserve(barrier.arrivals.size());
   for (const Arrival& arrival : barrier.arrivals) {
-    before.push_back(arrival.waits ? threads_[arrival.thread].clock : arrival.clock);
+    before.push_back(arrival.waits ? threads_[arrival.thread].clock : *arrival.clock);
   }
   // All that wait see the same; it is put together once.
   ThreadClock sum;

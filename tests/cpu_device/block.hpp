@@ -6,11 +6,13 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "arithmetic.hpp"
+#include "decode.hpp"
 #include "machine.hpp"
 
 namespace verkv::cpu_device {
@@ -33,7 +35,7 @@ class Block {
   };
 
   struct Thread {
-    std::uint64_t* registers = nullptr;
+    std::uint64_t* registers = nullptr;  // kLanes apart: those of a warp's lanes lie side by side
     std::uint32_t pc = 0, index = 0;
     Dim3 id;
     State state = State::ready;
@@ -43,11 +45,16 @@ class Block {
     std::uint64_t copy_groups = 0;  // committed
   };
 
+  // Lanes of a warp that stand at the same place, and the lowest place of the others.
+  struct Group {
+    std::uint32_t lanes = 0, pc = 0, others_pc = ~0U;
+  };
+
   // One of the 16 barriers of a block, between two completions.
   struct Arrival {
     std::uint32_t thread = 0, pc = 0, tick = 0;
     bool waits = false, predicate = false;
-    ThreadClock clock;  // as it was on arrival, of threads that did not wait
+    std::shared_ptr<const ThreadClock> clock;  // as it was on arrival, of threads that did not wait
   };
   struct Barrier {
     std::uint64_t count = 0;  // of threads; 0: all
@@ -79,12 +86,15 @@ class Block {
   [[noreturn]] void fail(const Thread& thread, FaultKind kind, const std::string& text) const;
   std::string name(const Thread& thread) const;
 
+  static std::uint64_t& reg(const Thread& thread, std::int32_t number) {
+    return thread.registers[static_cast<std::size_t>(number) * kLanes];
+  }
   std::uint64_t special(const Thread& thread, Special which) const;
   std::uint64_t value(const Thread& thread, const Operand& operand) const {
     std::uint64_t found = 0;
     switch (operand.kind) {
       case Operand::Kind::reg:
-        found = thread.registers[operand.reg];
+        found = reg(thread, operand.reg);
         break;
       case Operand::Kind::immediate:
         found = operand.value;
@@ -100,12 +110,12 @@ class Block {
   // Addresses of shared and local memory may be computed in 32 bits.
   Address address(const Thread& thread, const Operand& operand, Space space) const {
     if (operand.kind != Operand::Kind::reg) return operand.value;
-    const std::uint64_t base = thread.registers[operand.reg];
+    const std::uint64_t base = reg(thread, operand.reg);
     const bool narrow = (space == Space::shared || space == Space::local) && base >> 32 == 0;
     return narrow ? (base + operand.value) & 0xffffffff : base + operand.value;
   }
   void set(Thread& thread, const Operand& operand, Type type, std::uint64_t value) const {
-    if (operand.kind == Operand::Kind::reg) thread.registers[operand.reg] = truncate(type, value);
+    if (operand.kind == Operand::Kind::reg) reg(thread, operand.reg) = truncate(type, value);
   }
   // An element of a vector operand; a plain operand is its own only element.
   const Operand& element(const Operand& operand, std::size_t i) const {
@@ -142,7 +152,10 @@ class Block {
   void compute(Thread& thread, const Instruction& in);
   void convert_address(Thread& thread, const Instruction& in);
   void fence(Thread& thread, const Instruction& in);
-  void run_thread(Thread& thread);
+  void run_general(Thread& thread);
+  bool meet(Thread* threads, std::uint32_t active);
+  Group next_group(std::uint32_t warp, std::uint32_t lanes) const;
+  void run_lanes(std::uint32_t warp, std::uint32_t lanes);
   void run(std::uint32_t index);
 
   // barrier.cpp
@@ -180,11 +193,14 @@ class Block {
   Dim3 id_;
   std::uint32_t tick_ = 1;  // advanced by synchronisation other than whole-block barriers
   PagedBytes shared_;
+  std::vector<Decoded> decoded_;              // by instruction
+  std::vector<std::uint64_t> constants_;      // of the decoded instructions
   std::vector<Hint> hints_;                   // by instruction
   std::map<std::uint32_t, Sectors> sectors_;  // by the allocation's number
   std::vector<Thread> threads_;
   std::vector<std::uint64_t> registers_;
   std::vector<std::uint8_t> local_, local_initialised_;
+  std::vector<std::uint32_t> at_warp_, exited_;  // lanes of each warp in these states
   std::array<Barrier, 16> barriers_;
   // What strong writes to an address have published, to all blocks and to this one.
   std::unordered_map<Address, AcquiredPointer> published_, published_to_block_;

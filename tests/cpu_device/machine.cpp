@@ -54,10 +54,16 @@ Block::Block(const Kernel& kernel, const LaunchShape& shape,
       options_(options),
       blocks_(std::uint64_t{shape.grid.x} * shape.grid.y * shape.grid.z),
       shared_(kernel.shared_bytes + shape.dynamic_shared),
+      decoded_(kernel.code.size()),
       hints_(kernel.code.size()) {
   const std::size_t threads = std::size_t{shape.block.x} * shape.block.y * shape.block.z;
   threads_.resize(threads);
-  registers_.resize(threads * static_cast<std::size_t>(kernel.registers));
+  // A later block finds in its registers what an earlier one left.
+  registers_.resize(
+      (threads + kLanes - 1) / kLanes * kLanes * static_cast<std::size_t>(kernel.registers),
+      0xDEADBEEFDEADBEEFULL);
+  at_warp_.resize((threads + kLanes - 1) / kLanes);
+  exited_.resize(at_warp_.size());
   local_.resize(threads * kernel.local_bytes);
   counters_.barriers_met.resize(kernel.code.size());
   local_initialised_.resize(local_.size());
@@ -335,7 +341,7 @@ void Block::load(Thread& thread, const Instruction& in) {
     std::uint64_t found = load_bits(bytes + i * size, size);
     if (is_signed(in.type)) found = static_cast<std::uint64_t>(sign_extend(in.type, found));
     const Operand& to = element(in.operands[0], i);
-    if (to.kind == Operand::Kind::reg) thread.registers[to.reg] = found;
+    if (to.kind == Operand::Kind::reg) reg(thread, to.reg) = found;
   }
 }
 
@@ -430,7 +436,7 @@ void Block::move(Thread& thread, const Instruction& in) {
     for (unsigned i = 0; i < static_cast<unsigned>(to.reg2); ++i) {
       const Operand& one = element(to, i);
       if (one.kind != Operand::Kind::reg) continue;
-      thread.registers[one.reg] = (found >> (part * i)) & ((std::uint64_t{1} << part) - 1);
+      reg(thread, one.reg) = (found >> (part * i)) & ((std::uint64_t{1} << part) - 1);
     }
     return;
   }
@@ -460,8 +466,8 @@ void Block::set_predicates(Thread& thread, const Instruction& in) {
     no = combine(no);
   }
   const Operand& to = in.operands[0];
-  if (to.kind == Operand::Kind::reg) thread.registers[to.reg] = yes;
-  if (to.reg2 >= 0) thread.registers[to.reg2] = no;
+  if (to.kind == Operand::Kind::reg) reg(thread, to.reg) = yes;
+  if (to.reg2 >= 0) reg(thread, to.reg2) = no;
 }
 
 void Block::compute(Thread& thread, const Instruction& in) {
@@ -491,102 +497,187 @@ void Block::fence(Thread& thread, const Instruction& in) {
   thread.clock.acquire(threads_.size(), in.wide_scope);
 }
 
-// ---- a thread
+// ---- the threads of a warp
 
-void Block::run_thread(Thread& thread) {
+// Runs an instruction for which there is no step, for one thread.
+void Block::run_general(Thread& thread) {
+  const Instruction& in = kernel_.code[thread.pc];
+  switch (in.opcode) {
+    case Opcode::mov:
+      move(thread, in);
+      break;
+    case Opcode::ld:
+      load(thread, in);
+      break;
+    case Opcode::st:
+      store(thread, in);
+      break;
+    case Opcode::atom:
+    case Opcode::red:
+      atomic(thread, in);
+      break;
+    case Opcode::setp:
+      set_predicates(thread, in);
+      break;
+    case Opcode::cvta:
+    case Opcode::isspacep:
+      convert_address(thread, in);
+      break;
+    case Opcode::trap:
+      fail(thread, FaultKind::trap, "the kernel stopped itself");
+    case Opcode::unsupported:
+      fail(thread, FaultKind::unsupported,
+           "'" + kernel_.mnemonics[thread.pc] + "' is not supported (PTX line " +
+               std::to_string(kernel_.locations[thread.pc].ptx_line) + ")");
+    case Opcode::no_effect:
+      break;
+    case Opcode::fence:
+      fence(thread, in);
+      break;
+    case Opcode::cp_async:
+      start_copy(thread, in);
+      break;
+    case Opcode::cp_async_commit:
+      ++thread.copy_groups;
+      break;
+    case Opcode::cp_async_wait:
+      finish_copies(thread, in);
+      break;
+    case Opcode::activemask:
+      // The weakest answer that the instruction allows.
+      set(thread, in.operands[0], Type::b32, std::uint64_t{1} << (thread.index % 32));
+      break;
+    case Opcode::barrier_arrive:
+      arrive(thread, in);
+      break;
+    default:
+      compute(thread, in);
+      break;
+  }
+}
+
+// The lanes that stand at the lowest place go first, so that those that went different ways meet.
+Block::Group Block::next_group(std::uint32_t warp, std::uint32_t lanes) const {
+  Group group;
+  const Thread* const threads = &threads_[std::size_t{warp} * kLanes];
+  for (; lanes != 0; lanes &= lanes - 1) {
+    const auto lane = static_cast<unsigned>(std::countr_zero(lanes));
+    if (threads[lane].state != State::ready) continue;
+    const std::uint32_t pc = threads[lane].pc;
+    if (group.lanes == 0 || pc < group.pc) {
+      if (group.lanes != 0) group.others_pc = group.pc;
+      group.pc = pc;
+      group.lanes = 0;
+    }
+    if (pc == group.pc)
+      group.lanes |= 1U << lane;
+    else
+      group.others_pc = std::min(group.others_pc, pc);
+  }
+  return group;
+}
+
+// Lets the lanes of a warp run together until each waits or has exited.
+void Block::run_lanes(std::uint32_t warp, std::uint32_t lanes) {
+  const std::size_t rows = static_cast<std::size_t>(kernel_.registers);
+  std::uint64_t* const registers = registers_.data() + warp * rows * kLanes;
+  Thread* const threads = &threads_[std::size_t{warp} * kLanes];
+  const auto stand = [&](std::uint32_t which, std::uint32_t pc) {
+    for (; which != 0; which &= which - 1) threads[std::countr_zero(which)].pc = pc;
+  };
   std::uint64_t steps = 0;
-  while (true) {
-    const Instruction& in = kernel_.code[thread.pc];
-    ++counters_.by_class[static_cast<std::size_t>(in.kind)];
-    ++counters_.instructions;
+  Group group = next_group(warp, lanes);
+  while (group.lanes != 0) {
+    if (group.pc >= group.others_pc) {
+      stand(group.lanes, group.pc);
+      group = next_group(warp, lanes);
+    }
+    Decoded& in = decoded_[group.pc];
+    const auto count = static_cast<unsigned>(std::popcount(group.lanes));
+    in.runs += count;
+    counters_.instructions += count;
     if (++steps > options_.instruction_limit) {
+      Thread& thread = threads[std::countr_zero(group.lanes)];
+      thread.pc = group.pc;
       fail(thread, FaultKind::endless,
            std::to_string(steps - 1) +
                " instructions without meeting another thread; waiting in a "
                "loop for another thread or block is not supported");
     }
-    if (in.guard >= 0 && (thread.registers[in.guard] != 0) == in.guard_negated) {
-      ++thread.pc;
-      continue;
+    if (in.step == Step::unseen) {
+      const std::uint64_t runs = in.runs;
+      in = decode(kernel_.code[group.pc], kernel_.elements, parameters_, constants_);
+      in.runs = runs;
     }
-    switch (in.opcode) {
-      case Opcode::mov:
-        move(thread, in);
-        break;
-      case Opcode::ld:
-        load(thread, in);
-        break;
-      case Opcode::st:
-        store(thread, in);
-        break;
-      case Opcode::atom:
-      case Opcode::red:
-        atomic(thread, in);
-        break;
-      case Opcode::setp:
-        set_predicates(thread, in);
-        break;
-      case Opcode::cvta:
-      case Opcode::isspacep:
-        convert_address(thread, in);
-        break;
-      case Opcode::bra:
-        thread.pc = static_cast<std::uint32_t>(in.target);
+    std::uint32_t active = group.lanes;
+    if (in.guard >= 0) {
+      const std::uint64_t* const guard = registers + static_cast<std::size_t>(in.guard) * kLanes;
+      std::uint32_t yes = 0;
+      for (unsigned lane = 0; lane < kLanes; ++lane) yes |= std::uint32_t{guard[lane] != 0} << lane;
+      active &= in.guard_negated ? ~yes : yes;
+      if (active == 0) {
+        ++group.pc;
         continue;
-      case Opcode::exit:
-        thread.state = State::exited;
-        return;
-      case Opcode::trap:
-        fail(thread, FaultKind::trap, "the kernel stopped itself");
-      case Opcode::unsupported:
-        fail(thread, FaultKind::unsupported,
-             "'" + kernel_.mnemonics[thread.pc] + "' is not supported (PTX line " +
-                 std::to_string(kernel_.locations[thread.pc].ptx_line) + ")");
-      case Opcode::no_effect:
+      }
+    }
+    switch (in.step) {
+      case Step::branch:
+        if (active == group.lanes) {
+          group.pc = in.to;
+        } else {
+          stand(active, in.to);
+          stand(group.lanes & ~active, group.pc + 1);
+          group = next_group(warp, lanes);
+        }
         break;
-      case Opcode::fence:
-        fence(thread, in);
+      case Step::general:
+        for (std::uint32_t left = active; left != 0; left &= left - 1) {
+          Thread& thread = threads[std::countr_zero(left)];
+          thread.pc = group.pc;
+          run_general(thread);
+        }
+        ++group.pc;
         break;
-      case Opcode::cp_async:
-        start_copy(thread, in);
+      case Step::meet:
+        stand(group.lanes & ~active, group.pc + 1);
+        stand(active, group.pc);
+        if (meet(threads, active)) steps = 0;
+        group = next_group(warp, lanes);
         break;
-      case Opcode::cp_async_commit:
-        ++thread.copy_groups;
-        break;
-      case Opcode::cp_async_wait:
-        finish_copies(thread, in);
-        break;
-      case Opcode::activemask:
-        // The weakest answer that the instruction allows.
-        set(thread, in.operands[0], Type::b32, std::uint64_t{1} << (thread.index % 32));
-        break;
-      case Opcode::barrier_arrive:
-        arrive(thread, in);
-        break;
-      case Opcode::barrier_sync:
-      case Opcode::barrier_reduce:
-        thread.state = State::at_barrier;
-        arrive(thread, in);
-        if (thread.state != State::ready) return;
-        continue;
-      case Opcode::warp_sync:
-      case Opcode::shfl:
-      case Opcode::vote:
-      case Opcode::match:
-      case Opcode::redux:
-      case Opcode::elect:
-      case Opcode::mma:
-      case Opcode::ldmatrix:
-        thread.state = State::at_warp;
-        if (!try_warp(thread)) return;
-        steps = 0;
-        continue;
       default:
-        compute(thread, in);
+        run_step(in, registers, constants_.data(), active);
+        ++group.pc;
         break;
     }
-    ++thread.pc;
   }
+}
+
+// The lanes come to an instruction where threads wait for others. Returns whether they met.
+bool Block::meet(Thread* threads, std::uint32_t active) {
+  const Instruction& in = kernel_.code[threads[std::countr_zero(active)].pc];
+  if (in.kind != InstructionClass::warp && in.kind != InstructionClass::tensor &&
+      in.opcode != Opcode::ldmatrix) {
+    for (; active != 0; active &= active - 1) {
+      Thread& thread = threads[std::countr_zero(active)];
+      if (in.opcode == Opcode::exit) {
+        thread.state = State::exited;
+        exited_[thread.index / kLanes] |= 1U << (thread.index % kLanes);
+        continue;
+      }
+      thread.state = State::at_barrier;
+      arrive(thread, in);
+    }
+    return false;
+  }
+  at_warp_[threads->index / kLanes] |= active;
+  for (std::uint32_t left = active; left != 0; left &= left - 1)
+    threads[std::countr_zero(left)].state = State::at_warp;
+  bool met = false;
+  for (; active != 0; active &= active - 1) {
+    Thread& thread = threads[std::countr_zero(active)];
+    if (thread.state == State::at_warp) met = try_warp(thread) || met;
+  }
+  return met;
 }
 
 // ---- the block
@@ -599,7 +690,8 @@ void Block::run(std::uint32_t index) {
   shared_.reset();
   published_to_block_.clear();
   barriers_ = {};
-  std::fill(registers_.begin(), registers_.end(), 0xDEADBEEFDEADBEEFULL);
+  std::fill(at_warp_.begin(), at_warp_.end(), 0U);
+  std::fill(exited_.begin(), exited_.end(), 0U);
   std::fill(local_.begin(), local_.end(), kPoison);
   std::fill(local_initialised_.begin(), local_initialised_.end(), std::uint8_t{0});
   for (std::uint32_t i = 0; i < threads_.size(); ++i) {
@@ -608,32 +700,39 @@ void Block::run(std::uint32_t index) {
     thread.index = i;
     thread.id = {i % shape_.block.x, i / shape_.block.x % shape_.block.y,
                  i / shape_.block.x / shape_.block.y};
-    thread.registers =
-        registers_.data() + std::size_t{i} * static_cast<std::size_t>(kernel_.registers);
+    thread.registers = registers_.data() +
+                       i / kLanes * kLanes * static_cast<std::size_t>(kernel_.registers) +
+                       i % kLanes;
     thread.clock.operation = operation_;
     thread.clock.block = index;
     thread.clock.thread = static_cast<std::uint16_t>(i);
   }
   const std::uint64_t seed =
       options_.thread_order == 0 ? 0 : mix(options_.thread_order + index) | 1;
-  const std::vector<std::uint32_t> order = order_of(threads_.size(), seed);
+  // In ascending order the lanes of a warp run together, otherwise each thread on its own.
+  const std::vector<std::uint32_t> order =
+      order_of(seed == 0 ? at_warp_.size() : threads_.size(), seed);
   while (true) {
-    bool progress = false;
-    std::size_t exited = 0;
+    const std::uint64_t before = counters_.instructions;
     for (const std::uint32_t i : order) {
-      if (threads_[i].state == State::ready) {
-        run_thread(threads_[i]);
-        progress = true;
-      }
-      exited += threads_[i].state == State::exited;
+      if (seed == 0)
+        run_lanes(i, ~0U >> (kLanes - std::min<std::size_t>(kLanes, threads_.size() - i * kLanes)));
+      else
+        run_lanes(i / kLanes, 1U << (i % kLanes));
     }
+    std::size_t exited = 0;
+    for (const std::uint32_t lanes : exited_)
+      exited += static_cast<std::size_t>(std::popcount(lanes));
     if (exited == threads_.size()) return;
-    if (!progress) report_deadlock();
+    if (counters_.instructions == before) report_deadlock();
   }
 }
 
 LaunchCounters Block::run_all() {
   for (const std::uint32_t index : order_of(blocks_, options_.block_order)) run(index);
+  for (std::size_t pc = 0; pc < decoded_.size(); ++pc) {
+    counters_.by_class[static_cast<std::size_t>(kernel_.code[pc].kind)] += decoded_[pc].runs;
+  }
   return std::move(counters_);
 }
 

@@ -1,5 +1,5 @@
-// Runs a kernel: blocks one after the other, the threads of a block in turn, each up to the next
-// place where it must wait for others.
+// Runs a kernel: blocks one after the other, the warps of a block in turn, each up to the next place
+// where it must wait for others. Within a warp the threads at the lowest place go first, together.
 #ifndef VERKV_TESTS_CPU_DEVICE_MACHINE_HPP
 #define VERKV_TESTS_CPU_DEVICE_MACHINE_HPP
 
@@ -31,7 +31,8 @@ struct MachineOptions {
   // Approximate instructions (ex2, lg2, rcp.approx, ...) are off by up to this many units in the
   // last place. 0 gives the correctly rounded result.
   unsigned approximate_ulps = 0;
-  // Seed of the order in which threads of a block take turns and blocks run; 0: ascending.
+  // Seeds of the orders in which threads of a block take turns, each on its own, and blocks run; 0:
+  // ascending, and threads by warps.
   std::uint64_t thread_order = 0;
   std::uint64_t block_order = 0;
   // Counts the sectors of each allocation that a launch touches: what memory must move at least.

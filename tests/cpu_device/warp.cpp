@@ -24,20 +24,24 @@ std::uint32_t Block::mask_of(const Thread& thread, const Instruction& in) const 
 bool Block::try_warp(Thread& thread) {
   const Instruction& in = kernel_.code[thread.pc];
   const std::uint32_t mask = mask_of(thread, in);
-  const std::size_t first = thread.index & ~31U;
+  const std::size_t warp = thread.index / 32;
+  const std::size_t first = warp * 32;
   if (!((mask >> (thread.index % 32)) & 1)) {
     fail(thread, FaultKind::warp, "the lane is not in its own mask");
   }
+  if (first + static_cast<unsigned>(std::bit_width(mask)) > threads_.size()) {
+    fail(thread, FaultKind::warp, "the mask names lanes that do not exist");
+  }
+  if ((exited_[warp] & mask) != 0) {
+    fail(thread, FaultKind::warp,
+         "lane " + std::to_string(std::countr_zero(exited_[warp] & mask)) +
+             " of the mask has exited");
+  }
+  if ((at_warp_[warp] & mask) != mask) return false;
   for (unsigned lane = 0; lane < 32; ++lane) {
     if (!((mask >> lane) & 1)) continue;
-    if (first + lane >= threads_.size()) {
-      fail(thread, FaultKind::warp, "the mask names lanes that do not exist");
-    }
     const Thread& other = threads_[first + lane];
-    if (other.state == State::exited) {
-      fail(thread, FaultKind::warp, "lane " + std::to_string(lane) + " of the mask has exited");
-    }
-    if (other.state != State::at_warp || other.pc != thread.pc) return false;
+    if (other.pc != thread.pc) return false;
     if (mask_of(other, in) != mask) {
       fail(thread, FaultKind::warp,
            "lane " + std::to_string(lane) + " waits here with another mask");
@@ -77,6 +81,7 @@ bool Block::try_warp(Thread& thread) {
     lanes[lane].state = State::ready;
     ++lanes[lane].pc;
   }
+  at_warp_[warp] &= ~mask;
   return true;
 }
 
@@ -136,7 +141,7 @@ void Block::shuffle(Thread* lanes, std::uint32_t mask, const Instruction& in) {
   for (unsigned lane = 0; lane < 32; ++lane) {
     if (!((mask >> lane) & 1)) continue;
     set(lanes[lane], in.operands[0], Type::b32, result[lane]);
-    if (in.operands[0].reg2 >= 0) lanes[lane].registers[in.operands[0].reg2] = inside[lane];
+    if (in.operands[0].reg2 >= 0) reg(lanes[lane], in.operands[0].reg2) = inside[lane];
   }
 }
 
@@ -169,7 +174,7 @@ void Block::match(Thread* lanes, std::uint32_t mask, const Instruction& in) {
     }
     if (in.mode == 1) equal = equal == mask ? mask : 0;
     set(lanes[lane], in.operands[0], Type::b32, equal);
-    if (in.operands[0].reg2 >= 0) lanes[lane].registers[in.operands[0].reg2] = equal != 0;
+    if (in.operands[0].reg2 >= 0) reg(lanes[lane], in.operands[0].reg2) = equal != 0;
   }
 }
 
@@ -192,7 +197,7 @@ void Block::elect(Thread* lanes, std::uint32_t mask, const Instruction& in) {
   for (unsigned lane = 0; lane < 32; ++lane) {
     if (!((mask >> lane) & 1)) continue;
     set(lanes[lane], in.operands[0], Type::b32, leader);
-    if (in.operands[0].reg2 >= 0) lanes[lane].registers[in.operands[0].reg2] = lane == leader;
+    if (in.operands[0].reg2 >= 0) reg(lanes[lane], in.operands[0].reg2) = lane == leader;
   }
 }
 
