@@ -286,7 +286,7 @@ class Program {
     Result result = dense_result(scene, batch, "step");
     result.rule = rule.name;
     result.detail = std::to_string(step.grid.score_splits) + " splits of the scores, " +
-                    std::to_string(step.grid.attend_splits) + " of the attention";
+                    std::to_string(step.grid.attention_splits) + " of the attention";
     result.timing = timed([&] { VERKV_CUDA_CHECK(cuda::launch_step(step.view, stream_)); });
     const Scene::Sizes sizes = scene.sizes();
     const std::int64_t moved = scene.moved_tokens(batch);
@@ -316,7 +316,7 @@ class Program {
         Kernel{"scores", cuda::launch_scores, sizes.sketch + sizes.resident_keys, 0},
         Kernel{"plan", cuda::launch_plan, sizes.odds, 0},
         Kernel{"certificate", cuda::launch_certificate, sizes.odds, 0},
-        Kernel{"attend", cuda::launch_attend, sizes.resident_values, whole.host_bytes}};
+        Kernel{"attention", cuda::launch_attention, sizes.resident_values, whole.host_bytes}};
     std::array<Event, kernels.size() + 1> events;
     std::array<std::vector<double>, kernels.size()> seconds;
     for (int i = -plan_.warm_up; i < plan_.repetitions; ++i) {

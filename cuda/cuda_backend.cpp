@@ -26,16 +26,10 @@
 #include "inclusion_pool.hpp"
 #include "step.hpp"
 #include "store.hpp"
+#include "tuning.hpp"
 
 namespace verkv::cuda {
 namespace {
-
-// Host views are staged in pieces of this many bytes.
-constexpr std::int64_t kStagingBytes = std::int64_t{32} << 20;
-// Room that a compressed head has for further residents: until the next chunk is compressed, if
-// chunks are not too large.
-constexpr std::int64_t kLeastSpare = 64;
-constexpr std::int64_t kMostSpare = 1024;
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 

@@ -14,7 +14,11 @@ namespace verkv::cuda {
 
 inline constexpr unsigned kWholeWarp = 0xffffffffu;
 
+VERKV_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 VERKV_DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
+VERKV_DEVICE double infinite_double() { return __longlong_as_double(0x7ff0000000000000ll); }
+VERKV_DEVICE double no_double() { return __longlong_as_double(0x7ff8000000000000ll); }
+inline constexpr float kLargestFloat = 3.402823466e+38f;
 
 // Exact; one instruction instead of the portable conversion.
 VERKV_DEVICE float as_float(Half x) {
@@ -24,6 +28,8 @@ VERKV_DEVICE float as_float(Half x) {
 }
 VERKV_DEVICE float as_float(BFloat16 x) { return __uint_as_float(unsigned{x.bits} << 16); }
 VERKV_DEVICE float as_float(float x) { return x; }
+
+VERKV_DEVICE bool is_low(Positive16 odds) { return odds.bits < kPositive16Infinity.bits; }
 
 VERKV_DEVICE Half half_of(unsigned bits) { return Half{static_cast<std::uint16_t>(bits)}; }
 
@@ -87,6 +93,34 @@ VERKV_DEVICE float warp_top(float x) {
 #pragma unroll
   for (int half = 16; half > 0; half /= 2) x = raise(x, __shfl_xor_sync(kWholeWarp, x, half));
   return x;
+}
+
+// Bytes that memory brings at once.
+inline constexpr int kLineBytes = 128;
+
+// Asks for a line of memory that will be read, so that the wait for it passes meanwhile.
+VERKV_DEVICE void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
+}
+VERKV_DEVICE void prefetch(const void* from, int bytes) {
+  const auto* at = static_cast<const unsigned char*>(from);
+#pragma unroll 1
+  for (int i = 0; i < bytes; i += kLineBytes) prefetch_line(at + i);
+}
+
+// Whether this block is the last of `blocks` that come here with the counter that counter() finds,
+// which was 0; it sees what the others have written before. `is_last` lies in shared memory. All
+// threads call.
+template <class Counter>
+VERKV_DEVICE bool comes_last(Counter&& counter, unsigned blocks, bool& is_last) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(&counter(), 1u) + 1 == blocks;
+    __threadfence();
+  }
+  __syncthreads();
+  return is_last;
 }
 
 }  // namespace verkv::cuda

@@ -4,22 +4,10 @@
 
 #include "step_kernels.hpp"
 #include "step_workspace.hpp"
+#include "tuning.hpp"
 
 namespace verkv::cuda {
 namespace {
-
-// Blocks of the attention that keep every multiprocessor busy; a step that has fewer (row, KV head)
-// pairs cuts them.
-constexpr std::int64_t kBlocksWanted = 512;
-constexpr std::int64_t kMostSplits = 64;
-static_assert(kMostSplits <= kMostAttendSplits);
-// Blocks of the scores that run at a time: one on each multiprocessor of an H100 or H200.
-constexpr std::int64_t kScoreBlocks = 132;
-// Tokens that give all warps of such a block something to do, and about as many as take the time in
-// which a block prepares the query.
-constexpr std::int64_t kScoreTokens = 1024;
-// Rows below which a split of the attention is not worth its start.
-constexpr std::int64_t kAttendRows = 256;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -59,14 +47,15 @@ StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed
   // As many tiles of heads as the warps of a block have columns for.
   const int columns = static_cast<int>(ceil_div(layer.value_dim, 64));
   grid.part_heads =
-      std::min({layer.group, kAttendHeads, kTileHeads * (kMostColumns / std::max(1, columns))});
+      std::min({layer.group, kAttentionHeads, kTileHeads * (kMostColumns / std::max(1, columns))});
   grid.warp_columns = ceil_div(grid.part_heads, kTileHeads) * columns > kMostColumns / 2 ? 2 : 1;
-  grid.attend_parts = static_cast<int>(ceil_div(layer.group, grid.part_heads));
+  grid.attention_parts = static_cast<int>(ceil_div(layer.group, grid.part_heads));
   // How many tokens move is not known here; the bound is what could.
-  grid.attend_splits = splits(pairs * grid.attend_parts,
-                              ceil_div(most_residents + most_compressed / 16, kAttendRows), blocks);
+  grid.attention_splits =
+      splits(pairs * grid.attention_parts,
+             ceil_div(most_residents + most_compressed / kTokensPerMoved, kAttentionRows), blocks);
   const std::int64_t row = layer.row_bytes() + 128;
-  grid.tile = static_cast<int>(std::clamp<std::int64_t>((32 << 10) / row, 4, kMostTile));
+  grid.tile = static_cast<int>(std::clamp<std::int64_t>(kTileBytes / row, kLeastTile, kMostTile));
   return grid;
 }
 
@@ -74,7 +63,7 @@ StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed
 
 StepGrid step_grid(const LayerView& layer, int rows, std::int64_t most_compressed,
                    std::int64_t most_residents) {
-  return grid_for(layer, rows, most_compressed, most_residents, kBlocksWanted);
+  return grid_for(layer, rows, most_compressed, most_residents, kAttentionBlocks);
 }
 
 std::int64_t lay_out(const LayerView& layer, const StepGrid& grid, int rows,
@@ -106,10 +95,10 @@ std::int64_t lay_out(const LayerView& layer, const StepGrid& grid, int rows,
   place(ws.groups, kv_heads);
   place(ws.fetched, kv_heads * ws.mask_stride);
   place(ws.moved, kv_heads * ws.token_stride);
-  place(ws.attended, kv_heads * grid.attend_parts);
-  place(ws.partial_top, query_heads * grid.attend_splits);
-  place(ws.partial_sum, query_heads * grid.attend_splits);
-  place(ws.partial_output, query_heads * grid.attend_splits * 4 * grid.units);
+  place(ws.finished, kv_heads * grid.attention_parts);
+  place(ws.partial_top, query_heads * grid.attention_splits);
+  place(ws.partial_sum, query_heads * grid.attention_splits);
+  place(ws.partial_output, query_heads * grid.attention_splits * 4 * grid.units);
   return at;
 }
 
@@ -118,7 +107,7 @@ std::int64_t step_workspace_bytes(const LayerView& layer, int rows, std::int64_t
   // Fewer rows are cut into more splits, and rounding up may give them more blocks altogether: a
   // block more for every pair covers that. For the scores there is room for any number.
   const std::int64_t parts = std::max(1, layer.group);
-  const std::int64_t blocks = kBlocksWanted + rows * layer.kv_heads * parts;
+  const std::int64_t blocks = kAttentionBlocks + rows * layer.kv_heads * parts;
   StepGrid grid = grid_for(layer, rows, most_compressed, most_residents, blocks);
   grid.score_splits = static_cast<int>(kMostSplits);
   StepWorkspace unused;
@@ -126,7 +115,7 @@ std::int64_t step_workspace_bytes(const LayerView& layer, int rows, std::int64_t
 }
 
 int step_shared_bytes(const LayerView& layer) {
-  return attend_shared_bytes(layer, step_grid(layer, 1, 0, 0));
+  return attention_shared_bytes(layer, step_grid(layer, 1, 0, 0));
 }
 
 cudaError_t launch_step(const StepView& step, cudaStream_t stream) {
@@ -139,7 +128,7 @@ cudaError_t launch_step(const StepView& step, cudaStream_t stream) {
   cudaError_t error = launch_scores(arguments, stream);
   if (error == cudaSuccess) error = launch_plan(arguments, stream);
   if (error == cudaSuccess) error = launch_certificate(arguments, stream);
-  if (error == cudaSuccess) error = launch_attend(arguments, stream);
+  if (error == cudaSuccess) error = launch_attention(arguments, stream);
   return error;
 }
 

@@ -18,10 +18,10 @@ cudaError_t launch_plan(const StepArguments& arguments, cudaStream_t stream);
 cudaError_t launch_certificate(const StepArguments& arguments, cudaStream_t stream);
 // Residents with their coefficients and moved rows, outputs and LSE, scores of the local window;
 // queries that are not finite.
-cudaError_t launch_attend(const StepArguments& arguments, cudaStream_t stream);
+cudaError_t launch_attention(const StepArguments& arguments, cudaStream_t stream);
 // Shared memory of its blocks, what is declared in the kernel included; that of the others fits
 // everywhere.
-int attend_shared_bytes(const LayerView& layer, const StepGrid& grid);
+int attention_shared_bytes(const LayerView& layer, const StepGrid& grid);
 
 }  // namespace verkv::cuda
 

@@ -9,41 +9,43 @@
 
 #include <cstdint>
 
+#include "tuning.hpp"
 #include "views.hpp"
 
 namespace verkv::cuda {
 
 inline constexpr int kLanes = 16;
 inline constexpr int kBlockTokens = 512;
-// Most query heads that one block of the scores takes: two matrix products of four.
-inline constexpr int kScoreHeads = 8;
-// Most query heads that one block of the attention takes; a larger group reads its rows once a
-// part.
-inline constexpr int kAttendHeads = 16;
-// Threads of such a block. They take its query heads by tiles, and value coordinates by columns of
-// 64, of which a warp has two at most.
-inline constexpr int kAttendThreads = 256;
+// A block of the attention takes its query heads by tiles, and value coordinates by columns of 64.
+// A warp has two columns at most.
 inline constexpr int kTileHeads = 4;
-inline constexpr int kMostColumns = 2 * kAttendThreads / 32;
+inline constexpr int kMostColumns = 2 * kAttentionThreads / 32;
+// Most fetched rows in the shared memory of such a block at a time: four warps have eight each.
 inline constexpr int kMostTile = 32;
-inline constexpr int kMostAttendSplits = 64;
 
 // What a step knows of one query head.
 struct HeadState {
-  double denominator = 0;  // D of the plan, relative to shift
-  double bound = 0;  // certificate of the plan, enlarged outward; valid where `certified` says
+  // D of the plan, relative to shift.
+  double denominator = 0;
+  // Certificate of the plan, enlarged outward; only where `known`.
+  double bound = 0;
   std::int64_t planned = 0;
-  float shift = 0;          // of the plan's weights
-  float beta = 0;           // of the plan, then of what is not fetched
-  std::int32_t usable = 0;  // D is a positive finite number
-  std::int32_t known = 0;   // bound has been computed over all tokens
+  // Of the plan's weights.
+  float shift = 0;
+  // Of the plan, then of what is not fetched.
+  float beta = 0;
+  // Whether D is a positive finite number.
+  std::int32_t usable = 0;
+  // Whether the plan has computed `bound` over all tokens.
+  std::int32_t known = 0;
 };
 
 // What a step knows of one KV head.
 struct GroupState {
   std::int64_t fetched = 0;
   std::int64_t moved = 0;
-  std::uint32_t planned_heads = 0;  // query heads whose plan is written
+  // Query heads whose plan is written.
+  std::uint32_t planned_heads = 0;
   std::uint32_t unused = 0;
 };
 
@@ -53,33 +55,41 @@ struct StepWorkspace {
   std::int64_t token_stride = 0;     // a multiple of 512
   std::int64_t resident_stride = 0;  // a multiple of 16
   std::int64_t mask_stride = 0;      // token_stride / 32
-  float* weight =
-      nullptr;  // [query head][token]: logits, then weights, 0 where fetched after the certificate
-  float* resident_logit = nullptr;      // [query head][resident slot]
-  float* slice_top = nullptr;           // [query head][score split]
-  HeadState* heads = nullptr;           // [query head]
-  std::uint32_t* wanted = nullptr;      // [query head] masks
-  std::uint32_t* active = nullptr;      // [query head] masks: tokens with weight > beta * odds
-  std::uint32_t* plan_index = nullptr;  // [query head][token]; null where no search can happen
-  GroupState* groups = nullptr;         // [KV head]
-  std::uint32_t* fetched = nullptr;     // [KV head] masks
-  std::uint32_t* moved = nullptr;       // [KV head][token], positions ascending
-  std::uint32_t* attended = nullptr;    // [KV head][part]: blocks that have written their part
-  float* partial_top = nullptr;         // [query head][attend split]
-  float* partial_sum = nullptr;         // [query head][attend split]
-  float* partial_output = nullptr;      // [query head][attend split][padded value_dim]
+  // [query head][token]: logits, then weights; the certificate sets those of fetched tokens to 0.
+  float* weight = nullptr;
+  float* resident_logit = nullptr;  // [query head][resident slot]
+  float* slice_top = nullptr;       // [query head][score split]
+  HeadState* heads = nullptr;       // [query head]
+  // [query head] masks: what the head asks for; tokens with weight > beta * odds.
+  std::uint32_t* wanted = nullptr;
+  std::uint32_t* active = nullptr;
+  // [query head][token]: the list of a search; null where no search can happen.
+  std::uint32_t* plan_index = nullptr;
+  GroupState* groups = nullptr;      // [KV head]
+  std::uint32_t* fetched = nullptr;  // [KV head] masks
+  std::uint32_t* moved = nullptr;    // [KV head][token], positions ascending
+  // [KV head][part of the attention]: blocks that have written their partial sums.
+  std::uint32_t* finished = nullptr;
+  // [query head][attention split]; outputs are padded to a multiple of four coordinates.
+  float* partial_top = nullptr;
+  float* partial_sum = nullptr;
+  float* partial_output = nullptr;
 };
 
 // How a step is cut into blocks: depends on sizes alone, so that a captured step stays valid.
 struct StepGrid {
   int score_splits = 1;
   int score_parts = 1;
-  int attend_splits = 1;
-  int attend_parts = 1;
-  int part_heads = 1;    // query heads of a part of the attention
-  int units = 1;         // value coordinates of one head, in fours
-  int warp_columns = 1;  // a warp's columns of 64 value coordinates of four heads
-  int tile = 1;          // fetched rows that are in shared memory at a time
+  int attention_splits = 1;
+  int attention_parts = 1;
+  // Query heads of a part of the attention.
+  int part_heads = 1;
+  // Value coordinates of one head, in fours.
+  int units = 1;
+  // A warp's columns of 64 value coordinates of four heads.
+  int warp_columns = 1;
+  // Fetched rows that are in shared memory at a time.
+  int tile = 1;
 };
 
 StepGrid step_grid(const LayerView& layer, int rows, std::int64_t most_compressed,
@@ -90,6 +100,7 @@ std::int64_t lay_out(const LayerView& layer, const StepGrid& grid, int rows,
                      std::int64_t most_compressed, std::int64_t most_residents, std::byte* base,
                      StepWorkspace& out_workspace);
 
+// What a launch is given, by value.
 struct StepArguments {
   StepView view;
   StepWorkspace workspace;

@@ -84,7 +84,7 @@ TEST_CASE("a quick run") {
   for (const char* batch : {" 1", " 2"}) {
     for (const char* dense : {"dense_resident -", "dense_offload -"})
       expected.insert(std::string(dense) + batch);
-    for (const char* kernel : {"scores", "plan", "certificate", "attend", "step"}) {
+    for (const char* kernel : {"scores", "plan", "certificate", "attention", "step"}) {
       for (const char* rule : {" risk 1e-4", " eps 0.1"})
         expected.insert(std::string(kernel) + rule + batch);
     }

@@ -260,14 +260,14 @@ TEST_CASE("append, encode, draw and gather at positions beyond 2^31") {
 namespace {
 
 // The arguments of a step of the scene, with a workspace of their own.
-StepArguments arguments_of(const Scene& scene, int score_splits, int attend_splits) {
+StepArguments arguments_of(const Scene& scene, int score_splits, int attention_splits) {
   StepArguments arguments;
   StepView& step = arguments.view;
   step = scene.step_view();
   step.score_window = false;
   arguments.grid = step_grid(step.layer, step.rows, step.most_compressed, step.most_residents);
   if (score_splits > 0) arguments.grid.score_splits = score_splits;
-  if (attend_splits > 0) arguments.grid.attend_splits = attend_splits;
+  if (attention_splits > 0) arguments.grid.attention_splits = attention_splits;
   const std::int64_t bytes = lay_out(step.layer, arguments.grid, step.rows, step.most_compressed,
                                      step.most_residents, nullptr, arguments.workspace);
   lay_out(step.layer, arguments.grid, step.rows, step.most_compressed, step.most_residents,
@@ -284,7 +284,7 @@ void launch_all(const StepArguments& arguments) {
   VERKV_CUDA_CHECK(launch_scores(arguments, nullptr));
   VERKV_CUDA_CHECK(launch_plan(arguments, nullptr));
   VERKV_CUDA_CHECK(launch_certificate(arguments, nullptr));
-  VERKV_CUDA_CHECK(launch_attend(arguments, nullptr));
+  VERKV_CUDA_CHECK(launch_attention(arguments, nullptr));
 }
 
 // The kernel as the blocks of one split run it, whichever it is launched for.
@@ -423,7 +423,7 @@ TEST_CASE("attention over rows and partial results beyond 2^31") {
   const std::int64_t slots = (kSplits - 1) * head.residents();
   const std::int64_t listed = (kSplits - 1) * found.moved;
   StepArguments far = near;
-  far.grid.attend_splits = static_cast<int>(kSplits);
+  far.grid.attention_splits = static_cast<int>(kSplits);
   far.view.heads = upload(std::vector<HeadView>{far_head(scene, kFarTokens, slots)});
   GroupState groups = found;
   groups.moved = kSplits * found.moved;
@@ -432,7 +432,7 @@ TEST_CASE("attention over rows and partial results beyond 2^31") {
   const std::int64_t padded = 4 * near.grid.units;
   StepWorkspace& ws = far.workspace;
   ws.groups = upload(std::vector<GroupState>{groups});
-  ws.attended = upload(std::vector<std::uint32_t>(size(near.grid.attend_parts)));
+  ws.finished = upload(std::vector<std::uint32_t>(size(near.grid.attention_parts)));
   ws.weight = before(ws.weight, kFarTokens);
   ws.resident_logit = before(ws.resident_logit, slots);
   ws.fetched = before(ws.fetched, kFarTokens / 32);

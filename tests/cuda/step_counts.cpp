@@ -179,7 +179,7 @@ bool count_step(const Setup& setup) {
       "| kernel | instructions per token and query head | barriers | sketch and odds read, MB | "
       "residents read | other read | written | workspace | host | asked for by threads |\n"
       "|---|---|---|---|---|---|---|---|---|---|\n");
-  const std::array<const char*, 4> names = {"scores", "plan", "certificate", "attend"};
+  const std::array<const char*, 4> names = {"scores", "plan", "certificate", "attention"};
   std::array<LaunchBytes, 4> launches;
   LaunchBytes all;
   for (std::size_t i = 0; i < 4; ++i) {

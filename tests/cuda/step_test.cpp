@@ -191,13 +191,13 @@ TEST_CASE("Every query head of a group has its part of the attention, every coor
       const StepGrid grid = step_grid(layer, 1, 1000, 100);
       const int tiles = (grid.part_heads + kTileHeads - 1) / kTileHeads;
       const int columns = tiles * ((dim + 63) / 64);
-      const bool enough = grid.part_heads >= 1 && grid.attend_parts * grid.part_heads >= group &&
-                          columns <= grid.warp_columns * kAttendThreads / 32 &&
-                          tiles * grid.units <= kAttendThreads;
+      const bool enough = grid.part_heads >= 1 && grid.attention_parts * grid.part_heads >= group &&
+                          columns <= grid.warp_columns * kAttentionThreads / 32 &&
+                          tiles * grid.units <= kAttentionThreads;
       CAPTURE(dim, group);
       REQUIRE(enough);
       // A host row is read once for these.
-      if (dim <= 256 && group <= 16) REQUIRE(grid.attend_parts == 1);
+      if (dim <= 256 && group <= 16) REQUIRE(grid.attention_parts == 1);
     }
   }
 }

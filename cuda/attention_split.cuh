@@ -1,31 +1,26 @@
-// Last launch of a step: residents with their coefficients and the fetched rows, which are read
-// from mapped host memory once, straight into shared memory, while the residents are added up.
-// Splits leave partial states; the last one of a KV head merges them in order.
+// A block's share of the attention: rows of one split for the query heads of one part, and the
+// merge of the splits.
+#ifndef VERKV_CUDA_ATTENTION_SPLIT_CUH
+#define VERKV_CUDA_ATTENTION_SPLIT_CUH
+
 #include <cmath>
+#include <cstdint>
 
 #include <verkv/attention.hpp>
 
-#include "attend_sums.cuh"
-#include "compress.hpp"
 #include "device_math.cuh"
-#include "launch.hpp"
-#include "query.cuh"
-#include "step_kernels.hpp"
+#include "masks.cuh"
+#include "row_sums.cuh"
+#include "step_workspace.hpp"
+#include "terms.cuh"
+#include "tuning.hpp"
 
 namespace verkv::cuda {
-namespace {
-
-constexpr int kThreads = kAttendThreads;
-constexpr int kWarps = kAttendWarps;
-// How far the largest weight of a head may be from e^0: the sums have room beyond that, also those
-// of 16 bits.
-constexpr float kMostAbove = 10;
-constexpr float kMostBelow = 12;
 
 __host__ __device__ constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 // Dynamic shared memory of a block.
-struct AttendShared {
+struct AttentionShared {
   int query_stride;  // floats
   int value_offset;  // bytes, of the value in a fetched row
   int row_stride;    // bytes; rows start in different banks
@@ -34,7 +29,7 @@ struct AttendShared {
   int limb_bytes;
   int row_bytes;
 
-  __host__ __device__ AttendShared(const LayerView& layer, const StepGrid& grid)
+  __host__ __device__ AttentionShared(const LayerView& layer, const StepGrid& grid)
       : query_stride(round_up(layer.key_dim, 16)) {
     const int element = static_cast<int>(size_bytes(layer.storage));
     const int tiles = round_up(grid.part_heads, kTileHeads) / kTileHeads;
@@ -44,7 +39,7 @@ struct AttendShared {
     number_bytes = tiles * kChunk * static_cast<int>(sizeof(float4));
     limb_bytes = element == 4 ? 0 : tiles * kChunkProducts * static_cast<int>(sizeof(WeightLimbs));
     // The sums of the row subsets meet there at the end.
-    const int sum_bytes = kThreads * kTileHeads * static_cast<int>(sizeof(float4));
+    const int sum_bytes = kAttentionThreads * kTileHeads * static_cast<int>(sizeof(float4));
     row_bytes = grid.tile * row_stride < sum_bytes ? sum_bytes : grid.tile * row_stride;
   }
   __host__ __device__ int bytes() const {
@@ -54,25 +49,24 @@ struct AttendShared {
 
 // What a block knows of its query heads.
 struct HeadSums {
-  float factor[kAttendHeads];  // of what was added up before the last chunk
+  float factor[kAttentionHeads];  // of what was added up before the last chunk
   // Of the plan where it is a number: logits are relative to it, or a logit of some thousands would
   // swallow the logarithm of a coefficient.
-  float base[kAttendHeads];
-  float shift[kAttendHeads];  // weights are relative to it; relative to base itself
-  float sum[kAttendHeads];    // of weights
-  float beta[kAttendHeads];
-  float most[kAttendHeads];      // first shift + log(cap * beta)
-  double inverse[kAttendHeads];  // of the sum over all splits
+  float base[kAttentionHeads];
+  float shift[kAttentionHeads];  // weights are relative to it; relative to base itself
+  float sum[kAttentionHeads];    // of weights
+  float beta[kAttentionHeads];
+  float most[kAttentionHeads];      // first shift + log(cap * beta)
+  double inverse[kAttentionHeads];  // of the sum over all splits
 
   VERKV_DEVICE void start(const HeadState& state, float cap, int h) {
-    base[h] = fabsf(state.shift) <= 3.402823466e+38f ? state.shift : 0.0f;
+    base[h] = fabsf(state.shift) <= kLargestFloat ? state.shift : 0.0f;
     shift[h] = state.shift - base[h];
     sum[h] = 0;
     beta[h] = state.beta;
     // In double, where the product neither overflows nor vanishes.
     const double product = static_cast<double>(cap) * static_cast<double>(state.beta);
-    most[h] = cap < __int_as_float(0x7f800000) ? shift[h] + static_cast<float>(log(product))
-                                               : __int_as_float(0x7f800000);
+    most[h] = cap < infinity() ? shift[h] + static_cast<float>(log(product)) : infinity();
   }
 };
 
@@ -85,14 +79,6 @@ VERKV_DEVICE void copy_async(unsigned char* to, const unsigned char* from) {
 }
 VERKV_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Asks for `bytes` bytes that another thread will want soon.
-VERKV_DEVICE void prefetch(const void* from, int bytes) {
-  const auto* at = static_cast<const unsigned char*>(from);
-#pragma unroll 1
-  for (int i = 0; i < bytes; i += 128)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at + i)));
-}
-
 // `dim` elements, padded with zeros to a multiple of 16 bytes, by a warp.
 template <class Element>
 VERKV_DEVICE void copy_padded(const Element* from, int dim, unsigned char* to) {
@@ -102,86 +88,13 @@ VERKV_DEVICE void copy_padded(const Element* from, int dim, unsigned char* to) {
     reinterpret_cast<Element*>(to)[j] = j < dim ? from[j] : Element{};
 }
 
-// Exponentials and logarithms to a few units in the last place, in one instruction each: outputs
-// hang on them, decisions do not.
-VERKV_DEVICE float approximate_exp(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
-  return y;
-}
-VERKV_DEVICE float approximate_log(float x) { return __log2f(x) * 0.693147181f; }
-
-// The logarithm of a drawn token's summand, min(lambda w, cap beta rho) (1 + rho) / rho: logit +
-// log(coefficient), at most `most` + log(1 + rho). beta and sketched weights are in the plan's
-// units, `most` is shift + log(cap * beta). Of a token in the plan lambda (1 + rho) / rho is 1 or
-// more, or 0 where beta is.
-VERKV_DEVICE float drawn_logit(float logit, float sketched, float rho, float beta, float most) {
-  const bool whole = sketched <= beta * rho;  // lambda is 1
-  const float coefficient = (whole ? 1.0f : beta) / (whole ? rho : sketched) * (1.0f + rho);
-  if (coefficient == 0) return logit == logit ? minus_infinity() : logit;
-  const float x = logit + approximate_log(coefficient);
-  if (!(x > most)) return x;
-  const float limit = most + approximate_log(1.0f + rho);
-  return x > limit ? limit : x;
-}
-
-VERKV_DEVICE bool in_mask(const std::uint32_t* mask, std::uint32_t i) {
-  return (mask[i / kBlockTokens * kLanes + i % kLanes] >> (i % kBlockTokens / kLanes) & 1u) != 0;
-}
-
-// Adds this step to the scores of the local window: squares of the probabilities under the plan's
-// D.
-VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& view,
-                               std::int64_t first_head) {
-  const StepWorkspace& ws = arguments.workspace;
-  const int group = arguments.view.layer.group;
-  const std::int64_t window = view.tokens - view.compressed;
-  const std::int64_t begin = static_cast<std::int64_t>(blockIdx.y) * kThreads;
-  if (begin >= window) return;
-  for (int h = 0; h < group; ++h) {
-    if (ws.heads[first_head + h].usable == 0) return;
-  }
-#pragma unroll 1
-  for (std::int64_t i = begin + threadIdx.x; i < window;
-       i += static_cast<std::int64_t>(gridDim.y) * kThreads) {
-    float square = 0;
-#pragma unroll 1
-    for (int h = 0; h < group; ++h) {
-      const HeadState& state = ws.heads[first_head + h];
-      const float logit = ws.resident_logit[(first_head + h) * ws.resident_stride + view.drawn + i];
-      const float p = weight_exp(logit - state.shift) * static_cast<float>(1 / state.denominator);
-      square += p * p;
-    }
-    view.window_square[i] += square;
-    ++view.window_steps[i];
-  }
-}
-
-// A query that is not finite spoils its own head's answer; without this nobody would be told.
-VERKV_DEVICE void check_queries(const StepView& step, std::int64_t row, std::int64_t first_head,
-                                int heads) {
-  const int key_dim = step.layer.key_dim;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < heads * key_dim; i += kThreads) {
-    const float x = query_number(step, row, first_head + i / key_dim, i % key_dim);
-    if (fabsf(x) <= 3.402823466e+38f) continue;  // false for NaN
-    if (atomicCAS(&step.bad->claimed, 0u, 1u) != 0u) continue;
-    step.bad->source = NumberSource::queries;
-    step.bad->layer = step.layer_index;
-    step.bad->token = row;
-    step.bad->head = first_head + i / key_dim;
-    step.bad->coordinate = i % key_dim;
-    step.bad->number = x;
-  }
-}
-
 // The rows of one split for the query heads of one part.
 template <class Element, int kColumns>
-class Split {
+class AttentionSplit {
  public:
-  VERKV_DEVICE Split(const StepArguments& arguments, const HeadView& view, int heads,
-                     std::int64_t query_head, const std::uint32_t* fetched, unsigned char* memory,
-                     HeadSums& sums)
+  VERKV_DEVICE AttentionSplit(const StepArguments& arguments, const HeadView& view, int heads,
+                              std::int64_t query_head, const std::uint32_t* fetched,
+                              unsigned char* memory, HeadSums& sums)
       : layer_(arguments.view.layer),
         ws_(arguments.workspace),
         view_(view),
@@ -205,7 +118,7 @@ class Split {
     const int row_bytes = (layer_.key_dim + layer_.value_dim) * static_cast<int>(sizeof(Element));
     const bool wide = (layer_.key_dim * sizeof(Element) | row_bytes) % 16 == 0;
 #pragma unroll 1
-    for (int r = warp_index(); r < count; r += kWarps) {
+    for (int r = warp_index(); r < count; r += kAttentionWarps) {
       const auto* from = reinterpret_cast<const unsigned char*>(view_.host_rows) +
                          static_cast<std::int64_t>(positions[r]) * row_bytes;
       unsigned char* to = rows_ + r * shared_.row_stride;
@@ -273,11 +186,13 @@ class Split {
   // Logits of the fetched rows in shared memory, in the order of sums of kernels.hpp: four threads
   // a row, half of the warps take every other pair of heads.
   VERKV_DEVICE void fetched_logits(int count) {
-    if (warp_index() % 4 * 8 >= count) return;
-    const int r = warp_index() % 4 * 8 + lane_index() / 4;
+    constexpr int kRowWarps = kMostTile / 8;
+    static_assert(kAttentionWarps == 2 * kRowWarps, "two sets of warps share the heads");
+    if (warp_index() % kRowWarps * 8 >= count) return;
+    const int r = warp_index() % kRowWarps * 8 + lane_index() / 4;
     const Element* key =
         reinterpret_cast<const Element*>(rows_ + (r < count ? r : 0) * shared_.row_stride);
-    for (int h = warp_index() / 4 * 2; h < heads_; h += 4) {
+    for (int h = warp_index() / kRowWarps * 2; h < heads_; h += 4) {
       const float* query = query_ + h * shared_.query_stride;
       float4 sum[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
 #pragma unroll 4
@@ -300,7 +215,7 @@ class Split {
   // near it, so that sums seldom have to change.
   VERKV_DEVICE void weigh(int count) {
     const int rows = round_up(count, Sums::kRowStep);
-    for (int h = warp_index(); h < tiles_ * kTileHeads; h += kWarps) {
+    for (int h = warp_index(); h < tiles_ * kTileHeads; h += kAttentionWarps) {
       if (h >= heads_) {
         for (int r = lane_index(); r < rows; r += 32) Sums::put(Sums::place(weights_, h, r), 0);
         continue;
@@ -341,7 +256,7 @@ class Split {
   VERKV_DEVICE bool aligned() const { return layer_.value_dim * sizeof(Element) % 16 == 0; }
   VERKV_DEVICE void copy_residents(std::int64_t begin, int count) {
     const int dim = layer_.value_dim;
-    for (int r = warp_index(); r < count; r += kWarps) {
+    for (int r = warp_index(); r < count; r += kAttentionWarps) {
       copy_padded(reinterpret_cast<const Element*>(view_.resident_values) + (begin + r) * dim, dim,
                   rows_ + r * shared_.row_stride + shared_.value_offset);
     }
@@ -364,7 +279,7 @@ class Split {
     float4* part = reinterpret_cast<float4*>(rows_);
     row_sums_.write(part);
     __syncthreads();
-    for (int i = threadIdx.x; i < heads_ * units_; i += kThreads) {
+    for (int i = threadIdx.x; i < heads_ * units_; i += kAttentionThreads) {
       float4 sum = part[i];
       for (int s = 1; s < row_sums_.subsets(); ++s) {
         const float4 x = part[s * tiles_ * kTileHeads * units_ + i];
@@ -382,9 +297,9 @@ class Split {
 
   // Outputs and LSE of all splits.
   VERKV_DEVICE void merge(const StepView& step, int splits) {
-    for (int h = warp_index(); h < heads_; h += kWarps) merge_sums(step, splits, h);
+    for (int h = warp_index(); h < heads_; h += kAttentionWarps) merge_sums(step, splits, h);
     __syncthreads();
-    for (int i = threadIdx.x; i < heads_ * units_; i += kThreads) {
+    for (int i = threadIdx.x; i < heads_ * units_; i += kAttentionThreads) {
       const int h = i / units_;
       const int unit = i % units_;
       const float* factor = split_factors(splits, h);
@@ -413,7 +328,7 @@ class Split {
   template <class Number>
   VERKV_DEVICE void load_queries(const Number* from, std::int64_t head_stride) {
 #pragma unroll 1
-    for (int h = warp_index(); h < tiles_ * kTileHeads; h += kWarps) {
+    for (int h = warp_index(); h < tiles_ * kTileHeads; h += kAttentionWarps) {
 #pragma unroll 4
       for (int j = lane_index(); j < shared_.query_stride; j += 32) {
         const bool there = h < heads_ && j < layer_.key_dim;
@@ -425,7 +340,7 @@ class Split {
 
   // What the sums of each split count in the end; where the weights were.
   VERKV_DEVICE float* split_factors(int splits, int h) const {
-    static_assert(kMostAttendSplits <= kChunk);
+    static_assert(kMostSplits <= kChunk);
     return reinterpret_cast<float*>(weights_.number) + h * splits;
   }
 
@@ -459,7 +374,7 @@ class Split {
   const LayerView& layer_;
   const StepWorkspace& ws_;
   const HeadView& view_;
-  AttendShared shared_;
+  AttentionShared shared_;
   HeadSums& sums_;
   int heads_;
   int tiles_;
@@ -472,141 +387,6 @@ class Split {
   Sums row_sums_;
 };
 
-VERKV_DEVICE std::int64_t part_begin(std::int64_t all, int splits, int split) {
-  return min(all, split * ((all + splits - 1) / splits));
-}
-
-// Grid: (rows x KV heads, splits, parts of a group).
-template <class Element, int kColumns>
-__global__ void __launch_bounds__(kThreads, kColumns > 1 ? 1 : 2)
-    attend_kernel(const StepArguments arguments) {
-  extern __shared__ __align__(16) unsigned char memory[];
-  __shared__ HeadSums sums;
-  __shared__ bool is_last;
-  const StepView& step = arguments.view;
-  const LayerView& layer = step.layer;
-  const StepWorkspace& ws = arguments.workspace;
-  const StepGrid& grid = arguments.grid;
-  const int tid = threadIdx.x;
-  const int pair = blockIdx.x;
-  const int split = blockIdx.y;
-  const int splits = grid.attend_splits;
-  const int row = pair / layer.kv_heads;
-  const int kv_head = pair % layer.kv_heads;
-  const int first = blockIdx.z * grid.part_heads;
-  const int heads = min(grid.part_heads, layer.group - first);
-  const std::int64_t query_head = static_cast<std::int64_t>(pair) * layer.group + first;
-  const int slot = step.slots[row];
-  if (slot < 0) {
-    if (split != 0) return;
-    for (int i = tid; i < heads * layer.value_dim; i += kThreads)
-      step.output[query_head * layer.value_dim + i] = 0;
-    if (step.lse != nullptr && tid < heads) step.lse[query_head + tid] = minus_infinity();
-    return;
-  }
-  const HeadView& view = step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + kv_head];
-  Split<Element, kColumns> part(arguments, view, heads, query_head,
-                                ws.fetched + pair * ws.mask_stride, memory, sums);
-
-  // The first fetched rows are on their way while the residents are added up.
-  const bool aligned = part.aligned();
-  const std::int64_t moved = ws.groups[pair].moved;
-  const std::int64_t moved_begin = part_begin(moved, splits, split);
-  const int moved_count = static_cast<int>(part_begin(moved, splits, split + 1) - moved_begin);
-  const std::uint32_t* positions = ws.moved + pair * ws.token_stride + moved_begin;
-  if (aligned) part.fetch(positions, min(grid.tile, moved_count));
-
-  const std::int64_t first_head = static_cast<std::int64_t>(kv_head) * layer.group + first;
-  if (step.bad != nullptr && split == 0) check_queries(step, row, first_head, heads);
-  if (moved_count > 0) part.load_queries(step, row, first_head);
-  if (tid < kAttendHeads) {
-    sums.factor[tid] = 1;
-    sums.base[tid] = 0;
-  }
-  if (tid < heads) sums.start(ws.heads[query_head + tid], layer.cap, tid);
-  __syncthreads();
-
-  const std::int64_t residents = view.residents();
-  const std::int64_t resident_begin = part_begin(residents, splits, split);
-  const std::int64_t resident_count = part_begin(residents, splits, split + 1) - resident_begin;
-  for (std::int64_t done = 0; done < resident_count + moved_count;) {
-    const bool fetched = done >= resident_count;
-    int count;
-    if (fetched) {
-      const int from = static_cast<int>(done - resident_count);
-      count = min(grid.tile, moved_count - from);
-      if (from > 0 || !aligned) part.fetch(positions + from, count);
-      wait_for_copies();
-      __syncthreads();
-      part.fetched_logits(count);
-    } else {
-      const int most = aligned ? kChunk : grid.tile;
-      count = static_cast<int>(min(std::int64_t{most}, resident_count - done));
-      if (!aligned) part.copy_residents(resident_begin + done, count);
-      part.resident_logits(resident_begin + done, count);
-    }
-    __syncthreads();
-    part.weigh(count);
-    __syncthreads();
-    part.add(fetched || !aligned, resident_begin + done, count);
-    __syncthreads();
-    done += count;
-  }
-  part.write_partial(splits, split);
-  if (step.score_window && blockIdx.z == 0)
-    score_window(arguments, view, static_cast<std::int64_t>(pair) * layer.group);
-
-  __syncthreads();
-  if (tid == 0) {
-    __threadfence();
-    is_last =
-        atomicAdd(&ws.attended[static_cast<std::int64_t>(pair) * grid.attend_parts + blockIdx.z],
-                  1u) +
-            1 ==
-        static_cast<unsigned>(splits);
-    __threadfence();
-  }
-  __syncthreads();
-  if (is_last) part.merge(step, splits);
-}
-
-template <class Element>
-cudaError_t launch_for(const StepArguments& arguments, cudaStream_t stream) {
-  const StepGrid& grid = arguments.grid;
-  const dim3 blocks(static_cast<unsigned>(arguments.view.rows * arguments.view.layer.kv_heads),
-                    static_cast<unsigned>(grid.attend_splits),
-                    static_cast<unsigned>(grid.attend_parts));
-  const int shared = AttendShared(arguments.view.layer, grid).bytes();
-  const auto launch_one = [&](auto* kernel) {
-    if (shared > (40 << 10)) {  // above what needs no permission, less the static part
-      const cudaError_t error =
-          cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-      if (error != cudaSuccess) return error;
-    }
-    return launch(kernel, blocks, kThreads, static_cast<std::size_t>(shared), stream, arguments);
-  };
-  if constexpr (!std::is_same_v<Element, float>) {
-    if (grid.warp_columns > 1) return launch_one(attend_kernel<Element, 2>);
-  }
-  return launch_one(attend_kernel<Element, 1>);
-}
-
-}  // namespace
-
-int attend_shared_bytes(const LayerView& layer, const StepGrid& grid) {
-  return AttendShared(layer, grid).bytes() + static_cast<int>(sizeof(HeadSums) + sizeof(bool));
-}
-
-cudaError_t launch_attend(const StepArguments& arguments, cudaStream_t stream) {
-  switch (arguments.view.layer.storage) {
-    case DType::f32:
-      return launch_for<float>(arguments, stream);
-    case DType::f16:
-      return launch_for<Half>(arguments, stream);
-    default:
-      return launch_for<BFloat16>(arguments, stream);
-  }
-}
-
 }  // namespace verkv::cuda
+
+#endif  // VERKV_CUDA_ATTENTION_SPLIT_CUH

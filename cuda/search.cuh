@@ -1,15 +1,18 @@
 // src/cpu/fetch_search.cpp by a block of threads: the threshold of Eq. 10. The arrays of the CPU
-// are a list of positions here, from which weight, odds and key of an entry follow; lanes and
+// are a list of positions here, from which weight, odds and worth of an entry follow; lanes and
 // blocks are by index in the list, and it is compacted where the CPU's arrays are, so that the sums
 // are equal.
-#ifndef VERKV_CUDA_VERIFY_SEARCH_CUH
-#define VERKV_CUDA_VERIFY_SEARCH_CUH
+// Dialect of src/cpu/fetch_search.cpp: the whole search.
+#ifndef VERKV_CUDA_SEARCH_CUH
+#define VERKV_CUDA_SEARCH_CUH
 
 #include <verkv/certificate.hpp>
 #include <verkv/fetch_plan.hpp>
 
-#include "verify_sums.cuh"
-#include "verify_terms.cuh"
+#include "ranks.cuh"
+#include "sums.cuh"
+#include "terms.cuh"
+#include "tuning.hpp"
 
 namespace verkv::cuda {
 
@@ -17,13 +20,13 @@ namespace verkv::cuda {
 inline constexpr double kOutward = 1 + 1e-5;
 
 struct FetchThreshold {
-  float key = 0;          // fetch every token with a key above it
-  std::int64_t ties = 0;  // and so many tokens with exactly this key, lowest positions first
+  float worth = 0;        // fetch every token with a worth above it
+  std::int64_t ties = 0;  // and so many tokens with exactly this worth, lowest positions first
 };
 
 class ThresholdSearch {
  public:
-  VERKV_DEVICE ThresholdSearch(VerifyShared& shared, const float* weight, const Positive16* odds,
+  VERKV_DEVICE ThresholdSearch(HeadShared& shared, const float* weight, const Positive16* odds,
                                std::uint32_t* index, std::uint32_t* active, float beta_all,
                                double denominator, double log_term, double epsilon)
       : shared_(shared), weight_(weight), odds_(odds), index_(index), beta_high_(beta_all) {
@@ -39,7 +42,7 @@ class ThresholdSearch {
     std::int64_t open = count_;
     for (bool first = true; open > kFew; first = false) {
       const float pivot = choose_pivot(open, first);
-      if (!(pivot > good_ && pivot < bad_)) break;  // all open keys are equal
+      if (!(pivot > good_ && pivot < bad_)) break;  // all open worths are equal
       narrow(pivot);
       open = compact();
     }
@@ -53,8 +56,8 @@ class ThresholdSearch {
   struct Entry {
     float weight;
     float odds;
-    float quotient;  // weight / odds, where the key needs it
-    float key;
+    float quotient;  // weight / odds, where the worth needs it
+    float worth;
   };
 
   VERKV_DEVICE Entry entry(std::int64_t i) const {
@@ -62,10 +65,10 @@ class ThresholdSearch {
     const float w = weight_[position];
     const float rho = to_float(odds_[position]);
     const float t = quotient(w, rho);
-    return {w, rho, t, tail_of(w, rho, shared_.search.beta_all, t).key};
+    return {w, rho, t, tail_of(w, rho, shared_.search.beta_all, t).worth};
   }
 
-  VERKV_DEVICE bool open(float key) const { return key > good_ && key <= bad_; }
+  VERKV_DEVICE bool open(float worth) const { return worth > good_ && worth <= bad_; }
 
   VERKV_DEVICE int blocks() const {
     return static_cast<int>((count_ + kBlockTokens - 1) / kBlockTokens);
@@ -74,9 +77,9 @@ class ThresholdSearch {
   // Keeps, in order, the entries for which keep(i) holds. A barrier must follow.
   template <class Position, class Keep>
   VERKV_DEVICE void keep_in_order(std::int64_t count, Position&& position, Keep&& keep) {
-    constexpr int kOwn = 4;
+    constexpr int kOwn = kEntriesPerThread;
     std::int64_t kept = 0;
-    for (std::int64_t first = 0; first < count; first += kOwn * kVerifyThreads) {
+    for (std::int64_t first = 0; first < count; first += kOwn * kHeadThreads) {
       const std::int64_t own = first + kOwn * threadIdx.x;
       std::uint32_t at[kOwn];
       bool stays[kOwn];
@@ -127,15 +130,15 @@ class ThresholdSearch {
       int found = 0;
       for (int round = 0; round < 2; ++round) {
         const std::int64_t i = (lane + 32 * round) * step;
-        float key = 0;
+        float worth = 0;
         bool hit = false;
         if (i < count_) {
-          key = entry(i).key;
-          hit = open(key);
+          worth = entry(i).worth;
+          hit = open(worth);
         }
         const unsigned hits = __ballot_sync(kWholeWarp, hit);
         const int rank = found + __popc(hits & ((1u << lane) - 1));
-        if (hit && rank < kSamples) shared_.sample[rank] = key;
+        if (hit && rank < kSamples) shared_.sample[rank] = worth;
         found += __popc(hits);
       }
       found = min(found, kSamples);
@@ -175,9 +178,9 @@ class ThresholdSearch {
     if (pivot > minus_infinity()) return pivot;
     // The sample missed every open entry, or saw only the ties at bad_: look at all of them.
     float below = good_;
-    for (std::int64_t i = threadIdx.x; i < count_; i += kVerifyThreads) {
-      const float key = entry(i).key;
-      if (open(key) && key < bad_) below = raise(below, key);
+    for (std::int64_t i = threadIdx.x; i < count_; i += kHeadThreads) {
+      const float worth = entry(i).worth;
+      if (open(worth) && worth < bad_) below = raise(below, worth);
     }
     below = warp_top(below);
     if (threadIdx.x % 32 == 0) shared_.warp_top[0][threadIdx.x / 32] = below;
@@ -210,13 +213,14 @@ class ThresholdSearch {
   // add(lane of the thread, bit of the row, entry) for the thread's entries of a block, ascending.
   template <class Add>
   VERKV_DEVICE void for_entries(int block, int part, Add&& add) const {
-    const std::int64_t first = std::int64_t{block} * kBlockTokens + part * static_cast<int>(kEach);
+    const std::int64_t first =
+        std::int64_t{block} * kBlockTokens + part * static_cast<int>(kLanesPerThread);
     const int left = static_cast<int>(min(std::int64_t{kBlockTokens}, count_ - first));
     std::uint32_t bit = 1;
 #pragma unroll 1
     for (int i = 0; i < left && bit != 0; i += kLanes, bit <<= 1) {
 #pragma unroll
-      for (std::size_t j = 0; j < kEach; ++j) {
+      for (std::size_t j = 0; j < kLanesPerThread; ++j) {
         if (i + static_cast<int>(j) < left) add(j, bit, entry(first + i + j));
       }
     }
@@ -224,31 +228,32 @@ class ThresholdSearch {
 
   // Bits of the list in lane layout, those of a thread.
   VERKV_DEVICE std::uint32_t* active(std::int64_t block, int part) const {
-    return shared_.search.active + block * kLanes + part * static_cast<int>(kEach);
+    return shared_.search.active + block * kLanes + part * static_cast<int>(kLanesPerThread);
   }
 
-  // The first round of beta, from `at`, over the keys up to the threshold: those that count are the
-  // ones for the next round to look at, as in Head::solve_beta.
+  // The first round of beta, from `at`, over the worths up to the threshold: those that count are
+  // the ones for the next round to look at, as in Head::solve_beta.
   VERKV_DEVICE void first_sums(int block, int part, float threshold, float at,
-                               float (&sum)[2][kEach]) const {
-    std::uint32_t kept[kEach] = {};
+                               float (&sum)[2][kLanesPerThread]) const {
+    std::uint32_t kept[kLanesPerThread] = {};
     for_entries(block, part, [&](std::size_t j, std::uint32_t bit, const Entry& e) {
-      if ((e.key <= threshold) & (e.weight > at * e.odds)) {
+      if ((e.worth <= threshold) & (e.weight > at * e.odds)) {
         sum[0][j] += e.weight;
         sum[1][j] += e.odds;
         kept[j] |= bit;
       }
     });
 #pragma unroll
-    for (std::size_t j = 0; j < kEach; ++j) active(block, part)[j] = kept[j];
+    for (std::size_t j = 0; j < kLanesPerThread; ++j) active(block, part)[j] = kept[j];
   }
 
-  VERKV_DEVICE void active_sums(int block, int part, float at, float (&sum)[2][kEach]) const {
+  VERKV_DEVICE void active_sums(int block, int part, float at,
+                                float (&sum)[2][kLanesPerThread]) const {
     std::uint32_t* words = active(block, part);
     const std::uint32_t* index =
-        index_ + std::int64_t{block} * kBlockTokens + part * static_cast<int>(kEach);
+        index_ + std::int64_t{block} * kBlockTokens + part * static_cast<int>(kLanesPerThread);
 #pragma unroll
-    for (std::size_t j = 0; j < kEach; ++j) {
+    for (std::size_t j = 0; j < kLanesPerThread; ++j) {
       std::uint32_t kept = 0;
       for (std::uint32_t left = words[j]; left != 0;) {
         const std::uint32_t lowest = left & -left;
@@ -273,7 +278,7 @@ class ThresholdSearch {
       double sums[2];
       lane_sums<0>(
           shared_, blocks(),
-          [&](int block, int part, float(&sum)[2][kEach], float(&)[1]) {
+          [&](int block, int part, float(&sum)[2][kLanesPerThread], float(&)[1]) {
             if (round == 0) {
               first_sums(block, part, threshold, at, sum);
             } else {
@@ -288,9 +293,9 @@ class ThresholdSearch {
     float jump[1];
     lane_sums<1>(
         shared_, blocks(),
-        [&](int block, int part, float(&sum)[1][kEach], float(&top)[1]) {
+        [&](int block, int part, float(&sum)[1][kLanesPerThread], float(&top)[1]) {
           for_entries(block, part, [&](std::size_t j, std::uint32_t, const Entry& e) {
-            const bool in = e.key <= threshold;
+            const bool in = e.worth <= threshold;
             const Tail tail = tail_of(e.weight, e.odds, beta, e.quotient);
             sum[0][j] += in ? tail.variance : 0.0f;
             if (in) top[0] = fmaxf(top[0], tail.jump);
@@ -311,18 +316,19 @@ class ThresholdSearch {
   // plan_compact; returns how many of the entries kept are open.
   VERKV_DEVICE std::int64_t compact() {
     const auto settles_in = [this](const Entry& e) {
-      return e.key <= good_ && e.weight > beta_high_ * e.odds;
+      return e.worth <= good_ && e.weight > beta_high_ * e.odds;
     };
     const auto settles_out = [this](const Entry& e) {
-      return e.key <= good_ && !(e.weight > beta_high_ * e.odds) && e.weight <= beta_low_ * e.odds;
+      return e.worth <= good_ && !(e.weight > beta_high_ * e.odds) &&
+             e.weight <= beta_low_ * e.odds;
     };
     double sums[3];
     float tops[2];
     int open_found = 0;
     lane_sums<2>(
         shared_, blocks(),
-        [&](int block, int part, float(&sum)[3][kEach], float(&top)[2]) {
-          std::uint32_t kept[kEach] = {};
+        [&](int block, int part, float(&sum)[3][kLanesPerThread], float(&top)[2]) {
+          std::uint32_t kept[kLanesPerThread] = {};
           for_entries(block, part, [&](std::size_t j, std::uint32_t bit, const Entry& e) {
             const bool in = settles_in(e);
             const bool out = settles_out(e);
@@ -332,11 +338,11 @@ class ThresholdSearch {
             const float rho = fmaxf(e.odds, 1.0f);
             if (in) top[0] = fmaxf(top[0], rho);
             if (out) top[1] = fmaxf(top[1], e.quotient * rho);
-            if (!(in | out | (e.key > bad_))) kept[j] |= bit;
-            open_found += open(e.key);
+            if (!(in | out | (e.worth > bad_))) kept[j] |= bit;
+            open_found += open(e.worth);
           });
 #pragma unroll
-          for (std::size_t j = 0; j < kEach; ++j) active(block, part)[j] = kept[j];
+          for (std::size_t j = 0; j < kLanesPerThread; ++j) active(block, part)[j] = kept[j];
         },
         sums, tops);
     if (threadIdx.x == 0) {  // read again after the barriers below
@@ -356,8 +362,8 @@ class ThresholdSearch {
     return count_in_block(shared_, open_found);
   }
 
-  // Distinct open keys, ascending, in shared_.sorted; all threads get their number.
-  VERKV_DEVICE int sort_open_keys(std::int64_t open_count) {
+  // Distinct open worths, ascending, in shared_.sorted; all threads get their number.
+  VERKV_DEVICE int sort_open_worths(std::int64_t open_count) {
     if (open_count > kFew) {  // all equal bad_: there is none between it and good_
       if (threadIdx.x == 0) shared_.sorted[0] = bad_;
       __syncthreads();
@@ -365,9 +371,9 @@ class ThresholdSearch {
     }
     if (threadIdx.x == 0) shared_.distinct = 0;
     __syncthreads();
-    for (std::int64_t i = threadIdx.x; i < count_; i += kVerifyThreads) {
-      const float key = entry(i).key;
-      if (open(key)) shared_.sample[atomicAdd(&shared_.distinct, 1)] = key;
+    for (std::int64_t i = threadIdx.x; i < count_; i += kHeadThreads) {
+      const float worth = entry(i).worth;
+      if (open(worth)) shared_.sample[atomicAdd(&shared_.distinct, 1)] = worth;
     }
     __syncthreads();
     const int n = shared_.distinct;
@@ -396,40 +402,40 @@ class ThresholdSearch {
   }
 
   VERKV_DEVICE FetchThreshold finish(std::int64_t open_count) {
-    const int distinct = sort_open_keys(open_count);
+    const int distinct = sort_open_worths(open_count);
     // Only where rounding makes two evaluations of one set disagree at the border.
     if (distinct == 0) return {good_, 0};
     int low = 0;
     int tied = distinct - 1;
     while (low < tied) {
       const int middle = low + (tied - low) / 2;
-      const float key = shared_.sorted[middle];
-      narrow(key);
-      if (good_ == key) {
+      const float worth = shared_.sorted[middle];
+      narrow(worth);
+      if (good_ == worth) {
         low = middle + 1;
       } else {
         tied = middle;
       }
     }
     FetchThreshold result;
-    result.key = good_;
+    result.worth = good_;
     bad_ = shared_.sorted[tied];
     // Ties are rare, and their sums are in order of the list: one thread.
     if (threadIdx.x == 0) shared_.ties = split_ties(shared_.left);
     __syncthreads();
     const std::int64_t good = shared_.left;
     if (shared_.ties > 1 && good < shared_.ties) {
-      result.key = bad_;
+      result.worth = bad_;
       result.ties = good;
     }
     return result;
   }
 
-  // Returns how many entries have the key bad_; out_good: how many of them must go.
+  // Returns how many entries have the worth bad_; out_good: how many of them must go.
   VERKV_DEVICE std::int64_t split_ties(std::int64_t& out_good) {
     std::int64_t ties = 0;
     for (std::int64_t i = 0; i < count_; ++i) {
-      if (entry(i).key != bad_) continue;
+      if (entry(i).worth != bad_) continue;
       const std::uint32_t moved = index_[i];
       index_[i] = index_[ties];
       index_[ties] = moved;
@@ -450,7 +456,7 @@ class ThresholdSearch {
   }
 
   VERKV_DEVICE double bound_without_ties(std::int64_t k, std::int64_t ties) const {
-    const auto kept = [&](std::int64_t i, const Entry& e) { return i < ties || e.key <= good_; };
+    const auto kept = [&](std::int64_t i, const Entry& e) { return i < ties || e.worth <= good_; };
     const float solved = newton([&](int, float beta, double& weight, double& odds) {
       weight = shared_.search.in_weight;
       odds = shared_.search.in_odds;
@@ -476,18 +482,18 @@ class ThresholdSearch {
     return bound_of(beta, variance, jump);
   }
 
-  VerifyShared& shared_;
+  HeadShared& shared_;
   const float* weight_;
   const Positive16* odds_;
   std::uint32_t* index_;
   std::int64_t count_ = 0;
-  // Keeping the keys <= good_ certifies (nothing at first), keeping those <= bad_ does not.
+  // Keeping the worths <= good_ certifies (nothing at first), keeping those <= bad_ does not.
   float good_ = -1;
-  float bad_ = 3.402823466e+38f;
+  float bad_ = kLargestFloat;
   float beta_low_ = 0;
   float beta_high_;
 };
 
 }  // namespace verkv::cuda
 
-#endif  // VERKV_CUDA_VERIFY_SEARCH_CUH
+#endif  // VERKV_CUDA_SEARCH_CUH

@@ -10,19 +10,20 @@
 //                               at a multiple of 16 bytes and is readable up to one
 //   write(part)                 leaves [subset][head, padded to tiles][unit], a unit being four
 //                               coordinates; subsets() says how many there are to be added up
-#ifndef VERKV_CUDA_ATTEND_SUMS_CUH
-#define VERKV_CUDA_ATTEND_SUMS_CUH
+#ifndef VERKV_CUDA_ROW_SUMS_CUH
+#define VERKV_CUDA_ROW_SUMS_CUH
 
 #include <cstdint>
 
 #include "device_math.cuh"
 #include "step_workspace.hpp"
+#include "tuning.hpp"
 
 namespace verkv::cuda {
 
 // Rows that are weighed at once.
-inline constexpr int kChunk = kAttendThreads;
-inline constexpr int kAttendWarps = kAttendThreads / 32;
+inline constexpr int kChunk = kAttentionThreads;
+inline constexpr int kAttentionWarps = kAttentionThreads / 32;
 // Rows of a product of the tensor cores.
 inline constexpr int kProductRows = 16;
 inline constexpr int kChunkProducts = kChunk / kProductRows;
@@ -100,7 +101,7 @@ class TensorSums {
         value_dim_(value_dim),
         blocks_((value_dim + kWidth - 1) / kWidth),
         columns_(tiles * blocks_),
-        subsets_(kColumns > 1 ? 1 : kAttendWarps / columns_),
+        subsets_(kColumns > 1 ? 1 : kAttentionWarps / columns_),
         subset_(kColumns > 1 ? 0 : warp_index() / columns_),
         column_(kColumns > 1 ? warp_index() : warp_index() % columns_) {
 #pragma unroll
@@ -206,10 +207,10 @@ class TensorSums {
  private:
   // The same in the whole warp.
   VERKV_DEVICE bool has(int c) const {
-    return subset_ < subsets_ && column_ + c * kAttendWarps < columns_;
+    return subset_ < subsets_ && column_ + c * kAttentionWarps < columns_;
   }
-  VERKV_DEVICE int tile_of(int c) const { return (column_ + c * kAttendWarps) / blocks_; }
-  VERKV_DEVICE int block_of(int c) const { return (column_ + c * kAttendWarps) % blocks_; }
+  VERKV_DEVICE int tile_of(int c) const { return (column_ + c * kAttentionWarps) / blocks_; }
+  VERKV_DEVICE int block_of(int c) const { return (column_ + c * kAttentionWarps) % blocks_; }
   VERKV_DEVICE static unsigned word(const uint4& x, int i) {
     return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
   }
@@ -236,7 +237,7 @@ class FmaSums {
   VERKV_DEVICE FmaSums(int tiles, int value_dim)
       : units_((value_dim + 3) / 4),
         columns_(tiles * units_),
-        subsets_(kAttendThreads / columns_),
+        subsets_(kAttentionThreads / columns_),
         subset_(static_cast<int>(threadIdx.x) / columns_),
         tile_(static_cast<int>(threadIdx.x) % columns_ / units_),
         unit_(static_cast<int>(threadIdx.x) % columns_ % units_) {
@@ -308,4 +309,4 @@ using RowSums = typename RowSumsOf<Element, kColumns>::type;
 
 }  // namespace verkv::cuda
 
-#endif  // VERKV_CUDA_ATTEND_SUMS_CUH
+#endif  // VERKV_CUDA_ROW_SUMS_CUH
