@@ -43,14 +43,14 @@ cuda::LayerView layer_view(const SyntheticShape& shape) {
   view.sketch = largest_sketch_shape(kSketch.kind, kSketch.bits, view.key_dim);
   const FetchConfig fetch;
   view.mode = fetch.mode;
-  view.log_term = log_two_over(fetch.delta);
+  view.rules.log_term = log_two_over(fetch.delta);
   view.cap = static_cast<float>(fetch.cap);
   return view;
 }
 
 cuda::LayerView under(const Rule& rule, cuda::LayerView view) {
-  view.epsilon = rule.epsilon;
-  view.risk = rule.risk;
+  view.rules.epsilon = rule.epsilon;
+  view.rules.risk = rule.risk;
   return view;
 }
 

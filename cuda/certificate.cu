@@ -12,7 +12,8 @@ namespace {
 
 __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     certificate_kernel(const StepArguments arguments) {
-  __shared__ HeadShared shared;
+  __shared__ Uninitialized<HeadShared> room;
+  HeadShared& shared = room.get();
   const StepView& step = arguments.view;
   const LayerView& layer = step.layer;
   const StepWorkspace& ws = arguments.workspace;
@@ -42,11 +43,11 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     head.first_sums(shared, ws.fetched + pair * ws.mask_stride, weight, odds);
     const float beta = head.solve_beta(shared, weight, odds);
     bound = infinite_double();
-    if (usable) bound = head.certificate_at(shared, beta, denominator, layer.log_term);
+    if (usable) bound = head.certificate_at(shared, beta, denominator, layer.rules.log_term);
     if (threadIdx.x == 0) ws.heads[query_head].beta = beta;
   }
   if (threadIdx.x == 0) {
-    const bool certified = bound < infinite_double() && bound <= layer.epsilon;
+    const bool certified = bound < infinite_double() && bound <= layer.rules.epsilon;
     report[0] = __double_as_longlong(bound);
     report[1] = certified;
     report[2] = state.planned;

@@ -481,10 +481,7 @@ class CudaBackend final : public Backend {
     view.sketch = largest_sketch_shape(config_.sketch.kind, config_.sketch.bits, view.key_dim);
     const FetchConfig& fetch = config_.fetch;
     view.mode = fetch.mode;
-    view.epsilon = fetch.epsilon;
-    view.log_term = log_two_over(fetch.delta);
-    view.risk = fetch.risk;
-    view.probability = fetch.probability;
+    view.rules = {fetch.epsilon, log_two_over(fetch.delta), fetch.risk, fetch.probability};
     view.cap = static_cast<float>(fetch.cap);
     view.limit_tokens = fetch.limit_tokens;
   }

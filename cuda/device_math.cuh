@@ -108,6 +108,14 @@ VERKV_DEVICE void prefetch(const void* from, int bytes) {
   for (int i = 0; i < bytes; i += kLineBytes) prefetch_line(at + i);
 }
 
+// Room for a T in shared memory, where no constructor runs.
+template <class T>
+struct Uninitialized {
+  alignas(T) unsigned char bytes[sizeof(T)];
+
+  VERKV_DEVICE T& get() { return *reinterpret_cast<T*>(bytes); }
+};
+
 // Whether this block is the last of `blocks` that come here with the counter that counter() finds,
 // which was 0; it sees what the others have written before. `is_last` lies in shared memory. All
 // threads call.

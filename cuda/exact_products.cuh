@@ -60,8 +60,8 @@ VERKV_DEVICE float4 add_from(float4 x, float4 y, int distance) {
   return x;
 }
 
-// fold16 of kHeads (1, 2 or 4) sums over the four threads of a row; each thread gets that of one
-// head, the one in its first slot.
+// Dialect of sum_order.hpp: fold16 of kHeads (1, 2 or 4) sums over the four threads of a row; each
+// thread gets that of one head, the one in its first slot.
 template <int kHeads>
 VERKV_DEVICE float fold_heads(const float4* sum) {
   float4 x = add_from(sum[0], sum[kHeads == 4 ? 2 : 0], 2);

@@ -9,6 +9,7 @@
 #include <verkv/attention.hpp>
 #include <verkv/certificate.hpp>
 #include <verkv/fetch_plan.hpp>
+#include <verkv/shrinkage.hpp>
 
 #include "masks.cuh"
 #include "ranks.cuh"
@@ -49,9 +50,10 @@ class HeadPasses {
             PerLane<float> w;
 #pragma unroll
             for (std::size_t j = 0; j < kLanesPerThread; ++j) {
-              // Never above 0: the shift is the largest of these logits, or more.
+              // Dialect of verkv/attention.hpp: weight_exp. Never above 0: the shift is the largest
+              // of these logits, or more.
               const float x = row.weight[j] - shift;
-              const bool none = (x < -87.0f) | !(row.odds[j] < infinity());
+              const bool none = (x < exp_terms::kLowest) | !(row.odds[j] < infinity());
               const float weight = weight_exp_within(x);
               w.lane[j] = none ? 0.0f : weight;
               sum[0][j] += w.lane[j];
@@ -94,7 +96,6 @@ class HeadPasses {
     out_odds = sums[1];
   }
 
-  // Dialect of shrinkage.hpp: shrinkage_beta.
   // beta from the sums of its first round. The set of tokens with w > beta * rho only shrinks as
   // beta rises, so a round looks at those of the round before. `likely_mask` not null: where beta
   // is not 0, it gets the bits of the tokens for which likely(weight, odds) holds.
@@ -102,7 +103,7 @@ class HeadPasses {
   VERKV_DEVICE float solve_beta(HeadShared& shared, double weight, double odds,
                                 std::uint32_t* likely_mask, Likely&& likely) const {
     float beta = 0;
-    for (int round = 0; round < 100; ++round) {
+    for (int round = 0; round < kMostBetaRounds; ++round) {
       if (round > 0) {
         double sums[2];
         float unused[1];
@@ -119,7 +120,7 @@ class HeadPasses {
         weight = sums[0];
         odds = sums[1];
       }
-      const float next = static_cast<float>(weight / (1 + odds));
+      const float next = static_cast<float>(beta_of_sums(weight, odds));
       if (!(next > beta)) break;
       beta = next;
     }
@@ -216,7 +217,7 @@ class HeadPasses {
          first += kHeadThreads) {
       const std::int64_t i = first + threadIdx.x;
       const float w = i < tokens_ ? weight_[i] : 0.0f;
-      const bool tied = w > 0 && fetch_key(w, to_float(odds_[i]), beta) == threshold.worth;
+      const bool tied = w > 0 && fetch_worth(w, to_float(odds_[i]), beta) == threshold.worth;
       int total = 0;
       const int rank = rank_in_block(shared, tied, total);
       if (tied && before + rank < threshold.ties) {
@@ -407,7 +408,7 @@ class HeadPasses {
   VERKV_DEVICE static double bound_of(float beta, double variance, float jump, double denominator,
                                       double log_term) {
     const TailTerms terms{static_cast<double>(beta), variance, static_cast<double>(jump)};
-    return certificate(terms, denominator, log_term) * kOutward;
+    return outward_certificate(terms, denominator, log_term);
   }
 
   std::int64_t tokens_;

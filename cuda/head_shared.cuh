@@ -4,6 +4,9 @@
 
 #include <cstdint>
 
+#include <verkv/certificate.hpp>
+#include <verkv/fetch_plan.hpp>
+
 #include "step_workspace.hpp"
 #include "tuning.hpp"
 
@@ -24,14 +27,10 @@ static_assert(kMostSums + kMostTops <= kHeadWarps);
 struct SearchShared {
   double denominator;
   double log_term;
-  double epsilon;
+  double target;
+  // Bits of the list in lane layout.
   std::uint32_t* active;
-  // Sums over tokens that left the search.
-  double in_weight;
-  double in_odds;
-  double out_variance;
-  float in_largest_odds;
-  float out_jump;
+  SettledTerms settled;
   float beta_all;
 };
 
@@ -43,8 +42,8 @@ struct HeadShared {
   float top[kMostTops];
   int count[kHalfWarps];
   unsigned histogram[256];
-  float sample[64];
-  float sorted[64];
+  float sample[kSearchFew];
+  float sorted[kSearchFew];
   int distinct;
   unsigned digit;
   std::int64_t left;

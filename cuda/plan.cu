@@ -70,7 +70,7 @@ VERKV_DEVICE unsigned rank_in_group(const StepWorkspace& ws, const HeadView& vie
     if (!state.usable) continue;
     const float d = static_cast<float>(state.denominator);
     const float w = ws.weight[(first_head + h) * ws.token_stride + token];
-    best = raise(best, fetch_key(w, to_float(view.odds[token]), state.beta) / d / d);
+    best = raise(best, fetch_worth(w, to_float(view.odds[token]), state.beta) / d / d);
   }
   return __float_as_uint(best);
 }
@@ -192,16 +192,10 @@ VERKV_DEVICE Asked plan_head(HeadShared& shared, const StepArguments& arguments,
   std::int64_t planned = 0;
   std::uint32_t* wanted = ws.wanted + query_head * ws.mask_stride;
   const bool always = layer.mode == FetchMode::always;
-  // What the rules other than the certificate ask for; nothing where D is no number.
-  FetchThreshold threshold{infinity(), 0};
-  float floor = infinity();
-  if (usable) {
-    double worth = layer.risk * denominator * denominator;
-    const double most = static_cast<double>(kLargestFloat);
-    if (most < worth) worth = most;
-    threshold.worth = static_cast<float>(worth);
-    if (layer.probability != kOff) floor = static_cast<float>(layer.probability * denominator);
-  }
+  // What the rules other than the certificate ask for.
+  const RuleThresholds limits = thresholds(layer.rules, denominator);
+  FetchThreshold threshold{limits.worth, 0};
+  const float floor = limits.weight;
   float ruled_out = ruled_out_below(threshold.worth);
   const auto likely = [&](float w, float rho) {
     return (w > floor) | !is_ruled_out(w, rho, ruled_out);
@@ -210,26 +204,26 @@ VERKV_DEVICE Asked plan_head(HeadShared& shared, const StepArguments& arguments,
     return (w > floor) | (worth > threshold.worth);
   };
   const auto wants = [&](float w, float rho) {
-    return w > 0 && wants_worth(w, fetch_key(w, rho, beta));
+    return w > 0 && wants_worth(w, fetch_worth(w, rho, beta));
   };
-  const bool certifies = !always && layer.epsilon != kOff;
+  const bool certifies = !always && layer.rules.certifies();
   const bool marks = !always && !certifies;
   if (!always || layer.limit_tokens > 0)
     beta = head.solve_beta(shared, weight, odds, marks ? wanted : nullptr, likely);
   bool looks_at_all = always || (marks && !(beta > 0));
   if (certifies) {
-    double bound = head.certificate_and_select(shared, beta, denominator, layer.log_term, wanted,
-                                               wants_worth, planned);
+    double bound = head.certificate_and_select(shared, beta, denominator, layer.rules.log_term,
+                                               wanted, wants_worth, planned);
     if (!usable) bound = infinite_double();
     if (threadIdx.x == 0) {
       state.bound = bound;
       state.known = 1;
     }
-    if (usable && !(bound <= layer.epsilon)) {
+    if (usable && !(bound <= layer.rules.epsilon)) {
       ThresholdSearch search(shared, head.weights(), head.all_odds(),
                              ws.plan_index + query_head * ws.token_stride,
                              ws.active + query_head * ws.mask_stride, beta, denominator,
-                             layer.log_term, layer.epsilon / kOutward);
+                             layer.rules.log_term, limits.target);
       const FetchThreshold found = search.run(head.tokens());
       if (!(threshold.worth < found.worth)) {
         threshold = found;
@@ -254,7 +248,8 @@ VERKV_DEVICE Asked plan_head(HeadShared& shared, const StepArguments& arguments,
 
 __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     plan_kernel(const StepArguments arguments) {
-  __shared__ HeadShared shared;
+  __shared__ Uninitialized<HeadShared> room;
+  HeadShared& shared = room.get();
   __shared__ bool is_last;
   const StepView& step = arguments.view;
   const LayerView& layer = step.layer;
@@ -272,7 +267,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   double odds = 0;
   double denominator = head.to_weights(shared, shift, weight, odds);
   denominator = add_residents(shared, arguments, view, query_head, shift, denominator);
-  const bool usable = denominator > 0 && denominator < infinite_double();
+  const bool usable = is_computable(denominator);
   // What is known goes out before a search needs the registers.
   HeadState& state = ws.heads[query_head];
   if (threadIdx.x == 0) {

@@ -30,7 +30,7 @@ VERKV_DEVICE float query_number(const StepView& step, std::int64_t row, std::int
   }
 }
 
-// The query's bytes by one warp. Dialect of sketch.hpp: encode_query. Column 2h of the products
+// The query's bytes by one warp. Column 2h of the products
 // takes the first tokens of pairs and column 2h + 1 the second ones: for each quad of coordinates
 // (0, 2) and (1, 3) lie in two words, in their lower half for the first tokens and in the upper for
 // the second, the other halves are zero. Quads are zero up to a multiple of four. Returns the

@@ -1,13 +1,16 @@
-// src/cpu/fetch_search.cpp by a block of threads: the threshold of Eq. 10. The arrays of the CPU
-// are a list of positions here, from which weight, odds and worth of an entry follow; lanes and
-// blocks are by index in the list, and it is compacted where the CPU's arrays are, so that the sums
-// are equal.
-// Dialect of src/cpu/fetch_search.cpp: the whole search.
+// The threshold of Eq. 10 by a block of threads: the search of src/cpu/fetch_search.cpp, step by
+// step. The arrays of the CPU are a list of positions here, from which weight, odds and worth of an
+// entry follow. Lanes and blocks are by index in the list, which is compacted where the CPU's
+// arrays are, so that the sums are equal.
 #ifndef VERKV_CUDA_SEARCH_CUH
 #define VERKV_CUDA_SEARCH_CUH
 
+#include <cstdint>
+#include <span>
+
 #include <verkv/certificate.hpp>
 #include <verkv/fetch_plan.hpp>
+#include <verkv/shrinkage.hpp>
 
 #include "ranks.cuh"
 #include "sums.cuh"
@@ -16,22 +19,14 @@
 
 namespace verkv::cuda {
 
-// Certificates from block sums are enlarged by this, as on the CPU.
-inline constexpr double kOutward = 1 + 1e-5;
-
-struct FetchThreshold {
-  float worth = 0;        // fetch every token with a worth above it
-  std::int64_t ties = 0;  // and so many tokens with exactly this worth, lowest positions first
-};
-
 class ThresholdSearch {
  public:
   VERKV_DEVICE ThresholdSearch(HeadShared& shared, const float* weight, const Positive16* odds,
                                std::uint32_t* index, std::uint32_t* active, float beta_all,
-                               double denominator, double log_term, double epsilon)
+                               double denominator, double log_term, double target)
       : shared_(shared), weight_(weight), odds_(odds), index_(index), beta_high_(beta_all) {
     if (threadIdx.x == 0) {
-      shared.search = {denominator, log_term, epsilon, active, 0, 0, 0, 0, 0, beta_all};
+      shared.search = {denominator, log_term, target, active, {}, beta_all};
     }
     __syncthreads();
   }
@@ -50,8 +45,8 @@ class ThresholdSearch {
   }
 
  private:
-  static constexpr std::int64_t kFew = 64;
-  static constexpr int kSamples = 31;
+  static constexpr std::int64_t kFew = kSearchFew;
+  static constexpr int kSamples = kSearchSample;
 
   struct Entry {
     float weight;
@@ -113,7 +108,7 @@ class ThresholdSearch {
   VERKV_DEVICE void narrow(float threshold) {
     float beta = 0;
     const double bound = evaluate(threshold, beta);
-    if (bound <= shared_.search.epsilon) {
+    if (bound <= shared_.search.target) {
       good_ = threshold;
       beta_low_ = beta;
     } else {
@@ -122,53 +117,19 @@ class ThresholdSearch {
     }
   }
 
+  // From an evenly spaced sample of the open entries: first_pivot, then the median.
   VERKV_DEVICE float choose_pivot(std::int64_t open_count, bool first) {
-    // At most 46 places are looked at: fewer than two a lane of the first warp.
     if (threadIdx.x < 32) {
-      const int lane = threadIdx.x;
-      const std::int64_t step = max(std::int64_t{1}, count_ / kSamples);
-      int found = 0;
-      for (int round = 0; round < 2; ++round) {
-        const std::int64_t i = (lane + 32 * round) * step;
-        float worth = 0;
-        bool hit = false;
-        if (i < count_) {
-          worth = entry(i).worth;
-          hit = open(worth);
-        }
-        const unsigned hits = __ballot_sync(kWholeWarp, hit);
-        const int rank = found + __popc(hits & ((1u << lane) - 1));
-        if (hit && rank < kSamples) shared_.sample[rank] = worth;
-        found += __popc(hits);
-      }
-      found = min(found, kSamples);
-      __syncwarp();
-      if (lane < found) {
-        const float own = shared_.sample[lane];
-        int rank = 0;
-        for (int j = 0; j < found; ++j) {
-          const float other = shared_.sample[j];
-          rank += other < own || (other == own && j < lane);
-        }
-        shared_.sorted[rank] = own;
-      }
-      __syncwarp();
-      if (lane == 0) {
+      const int found = sort_sample();
+      if (threadIdx.x == 0) {
         float pivot = minus_infinity();
         if (found > 0) {
-          int at = found / 2;
-          if (first) {
-            const double wanted = 0.18 * shared_.search.epsilon * shared_.search.epsilon *
-                                  shared_.search.denominator * shared_.search.denominator /
-                                  shared_.search.log_term;
-            const double each = static_cast<double>(open_count) / static_cast<double>(found);
-            double variance = 0;
-            at = 0;
-            while (at + 1 < found &&
-                   (variance += each * static_cast<double>(shared_.sorted[at])) < wanted)
-              ++at;
-          }
-          if (shared_.sorted[at] < bad_) pivot = shared_.sorted[at];
+          const SearchShared& search = shared_.search;
+          const std::span<const float> sorted(shared_.sorted, static_cast<std::size_t>(found));
+          pivot = first ? first_pivot(sorted, open_count, search.target, search.denominator,
+                                      search.log_term)
+                        : shared_.sorted[found / 2];
+          if (!(pivot < bad_)) pivot = minus_infinity();
         }
         shared_.pivot = pivot;
       }
@@ -188,21 +149,55 @@ class ThresholdSearch {
     return top_of_warps(shared_, 0);  // not written again before the next sums
   }
 
-  VERKV_DEVICE double bound_of(double beta, double variance, double jump) const {
-    return certificate(TailTerms{beta, variance, jump}, shared_.search.denominator,
-                       shared_.search.log_term) *
-           kOutward;
+  // The worth of kSamples open entries, or fewer, ascending in shared_.sorted, by one warp; all of
+  // it gets their number.
+  VERKV_DEVICE int sort_sample() {
+    // At most 46 places are looked at: fewer than two a lane.
+    static_assert(kSamples < 32);
+    const int lane = threadIdx.x;
+    const std::int64_t step = max(std::int64_t{1}, count_ / kSamples);
+    int found = 0;
+    for (int round = 0; round < 2; ++round) {
+      const std::int64_t i = (lane + 32 * round) * step;
+      float worth = 0;
+      bool hit = false;
+      if (i < count_) {
+        worth = entry(i).worth;
+        hit = open(worth);
+      }
+      const unsigned hits = __ballot_sync(kWholeWarp, hit);
+      const int rank = found + __popc(hits & ((1u << lane) - 1));
+      if (hit && rank < kSamples) shared_.sample[rank] = worth;
+      found += __popc(hits);
+    }
+    found = min(found, kSamples);
+    __syncwarp();
+    if (lane < found) {
+      const float own = shared_.sample[lane];
+      int rank = 0;
+      for (int j = 0; j < found; ++j) {
+        const float other = shared_.sample[j];
+        rank += other < own || (other == own && j < lane);
+      }
+      shared_.sorted[rank] = own;
+    }
+    __syncwarp();
+    return found;
   }
 
-  // newton_beta over sums(round, beta, out_weight, out_odds).
+  VERKV_DEVICE double bound_of(const TailTerms& terms) const {
+    return outward_certificate(terms, shared_.search.denominator, shared_.search.log_term);
+  }
+
+  // beta by Newton's iteration, from the lower bound, over sums(round, beta, out_weight, out_odds).
   template <class Sums>
   VERKV_DEVICE float newton(Sums&& sums) const {
     float beta = beta_low_;
-    for (int round = 0; round < 100; ++round) {
+    for (int round = 0; round < kMostBetaRounds; ++round) {
       double weight = 0;
       double odds = 0;
       sums(round, beta, weight, odds);
-      const float next = static_cast<float>(weight / (1 + odds));
+      const float next = static_cast<float>(beta_of_sums(weight, odds));
       if (next != next) return next;
       if (!(next > beta)) break;
       beta = next;
@@ -232,7 +227,7 @@ class ThresholdSearch {
   }
 
   // The first round of beta, from `at`, over the worths up to the threshold: those that count are
-  // the ones for the next round to look at, as in Head::solve_beta.
+  // the ones for the next round to look at, as in HeadPasses::solve_beta.
   VERKV_DEVICE void first_sums(int block, int part, float threshold, float at,
                                float (&sum)[2][kLanesPerThread]) const {
     std::uint32_t kept[kLanesPerThread] = {};
@@ -286,8 +281,8 @@ class ThresholdSearch {
             }
           },
           sums, unused);
-      weight = sums[0] + shared_.search.in_weight;
-      odds = sums[1] + shared_.search.in_odds;
+      weight = sums[0] + shared_.search.settled.above_weight;
+      odds = sums[1] + shared_.search.settled.above_odds;
     });
     double variance[1];
     float jump[1];
@@ -302,15 +297,9 @@ class ThresholdSearch {
           });
         },
         variance, jump);
-    const double b = static_cast<double>(beta);
-    const double all = variance[0] + (shared_.search.out_variance + b * b * shared_.search.in_odds);
-    double most = static_cast<double>(jump[0]);
-    if (most < static_cast<double>(shared_.search.out_jump))
-      most = static_cast<double>(shared_.search.out_jump);
-    const double high = b * static_cast<double>(shared_.search.in_largest_odds);
-    if (most < high) most = high;
     out_beta = beta;
-    return bound_of(b, all, most);
+    return bound_of(joined({static_cast<double>(beta), variance[0], static_cast<double>(jump[0])},
+                           shared_.search.settled));
   }
 
   // plan_compact; returns how many of the entries kept are open.
@@ -346,12 +335,12 @@ class ThresholdSearch {
         },
         sums, tops);
     if (threadIdx.x == 0) {  // read again after the barriers below
-      SearchShared& base = shared_.search;
-      base.in_largest_odds = fmaxf(base.in_largest_odds, tops[0]);
-      base.out_jump = fmaxf(base.out_jump, tops[1]);
-      base.in_weight += sums[0];
-      base.in_odds += sums[1];
-      base.out_variance += sums[2];
+      SettledTerms& settled = shared_.search.settled;
+      settled.above_largest_odds = fmaxf(settled.above_largest_odds, tops[0]);
+      settled.below_jump = fmaxf(settled.below_jump, tops[1]);
+      settled.above_weight += sums[0];
+      settled.above_odds += sums[1];
+      settled.below_variance += sums[2];
     }
     keep_in_order(
         count_, [this](std::int64_t i) { return index_[i]; },
@@ -445,7 +434,7 @@ class ThresholdSearch {
     std::int64_t good = ties;
     while (ties > 1 && good - bad > 1) {
       const std::int64_t middle = bad + (good - bad) / 2;
-      if (bound_without_ties(middle, ties) <= shared_.search.epsilon) {
+      if (bound_without_ties(middle, ties) <= shared_.search.target) {
         good = middle;
       } else {
         bad = middle;
@@ -458,8 +447,8 @@ class ThresholdSearch {
   VERKV_DEVICE double bound_without_ties(std::int64_t k, std::int64_t ties) const {
     const auto kept = [&](std::int64_t i, const Entry& e) { return i < ties || e.worth <= good_; };
     const float solved = newton([&](int, float beta, double& weight, double& odds) {
-      weight = shared_.search.in_weight;
-      odds = shared_.search.in_odds;
+      weight = shared_.search.settled.above_weight;
+      odds = shared_.search.settled.above_odds;
       for (std::int64_t i = k; i < count_; ++i) {
         const Entry e = entry(i);
         if (!kept(i, e) || !(e.weight > beta * e.odds)) continue;
@@ -467,19 +456,15 @@ class ThresholdSearch {
         odds += static_cast<double>(e.odds);
       }
     });
-    const double beta = static_cast<double>(solved);
-    double variance = shared_.search.out_variance + beta * beta * shared_.search.in_odds;
-    double jump = static_cast<double>(shared_.search.out_jump);
-    const double high = beta * static_cast<double>(shared_.search.in_largest_odds);
-    if (jump < high) jump = high;
+    TailTerms terms = joined({static_cast<double>(solved), 0, 0}, shared_.search.settled);
     for (std::int64_t i = k; i < count_; ++i) {
       const Entry e = entry(i);
       if (!kept(i, e)) continue;
-      variance += static_cast<double>(variance_term(e.weight, e.odds, solved));
+      terms.variance += static_cast<double>(variance_term(e.weight, e.odds, solved));
       const double own = static_cast<double>(jump_term(e.weight, e.odds, solved));
-      if (jump < own) jump = own;
+      if (terms.max_jump < own) terms.max_jump = own;
     }
-    return bound_of(beta, variance, jump);
+    return bound_of(terms);
   }
 
   HeadShared& shared_;

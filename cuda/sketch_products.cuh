@@ -131,7 +131,6 @@ VERKV_DEVICE void dot_steps(const SketchOperands& from, int at, int read, Sketch
   }
 }
 
-// Dialect of sketch.hpp: sketch_logit, its integer part.
 // The integer scores of a warp's 64 tokens, less their bias. Thread (g, t) reads tokens 8g .. 8g +
 // 7, whose group starts at `group`, and gets their scores for head t of each set.
 template <int kSets>

@@ -34,7 +34,7 @@ int score_splits(std::int64_t pairs, std::int64_t tokens) {
 }
 
 bool searches(const LayerView& layer) {
-  return layer.mode == FetchMode::verified && layer.epsilon != kOff;
+  return layer.mode == FetchMode::verified && layer.rules.certifies();
 }
 
 StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed,

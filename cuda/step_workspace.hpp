@@ -3,19 +3,18 @@
 //
 // A token's bit in a mask is in "lane layout": word (block * 16 + lane), bit k is token
 // block * 512 + 16 * k + lane. So a mask word belongs to the thread that adds up these tokens in
-// the fixed order of sums (src/cpu/kernels.hpp).
+// the fixed order of sums (src/sum_order.hpp).
 #ifndef VERKV_CUDA_STEP_WORKSPACE_HPP
 #define VERKV_CUDA_STEP_WORKSPACE_HPP
 
 #include <cstdint>
 
+#include "sum_order.hpp"
 #include "tuning.hpp"
 #include "views.hpp"
 
 namespace verkv::cuda {
 
-inline constexpr int kLanes = 16;
-inline constexpr int kBlockTokens = 512;
 // A block of the attention takes its query heads by tiles, and value coordinates by columns of 64.
 // A warp has two columns at most.
 inline constexpr int kTileHeads = 4;

@@ -1,7 +1,6 @@
-// Sums of a block of threads over tokens in the fixed order of src/cpu/kernels.hpp: neighbouring
+// Sums of a block of threads over tokens in the fixed order of src/sum_order.hpp: neighbouring
 // threads take a block of 512 tokens, each of them one lane or several; block sums are added
 // ascending in double.
-// Dialect of src/cpu/kernels.hpp: lane sums, fold16.
 #ifndef VERKV_CUDA_SUMS_CUH
 #define VERKV_CUDA_SUMS_CUH
 
@@ -45,7 +44,7 @@ VERKV_DEVICE float top_of_warps(const HeadShared& shared, unsigned t) {
   return warp_top(lane < kHeadWarps ? shared.warp_top[t][lane] : minus_infinity());
 }
 
-// fold16 of kernels.hpp where thread t of 16 / kLanesPerThread neighbours holds lanes
+// Dialect of sum_order.hpp: fold16 where thread t of 16 / kLanesPerThread neighbours holds lanes
 // kLanesPerThread * t and on. The whole warp calls.
 VERKV_DEVICE float fold_lanes(float (&lane)[kLanesPerThread]) {
 #pragma unroll

@@ -10,9 +10,10 @@
 
 namespace verkv::cuda {
 
-// What a token adds to the certificate and what fetching it is worth, from t = weight / odds: a
+// What a token adds to the certificate, and what fetching it is worth, from t = weight / odds: a
 // division is most of each of them.
-// Dialect of certificate.hpp: variance_term, jump_term; and of fetch_plan.hpp: fetch_key.
+// Dialect of verkv/certificate.hpp: variance_term, jump_term.
+// Dialect of verkv/fetch_plan.hpp: fetch_worth.
 struct Tail {
   float variance;
   float jump;
@@ -46,9 +47,9 @@ VERKV_DEVICE float quotient(float w, float rho) {
   return quickness(w) >= kQuick ? quick_quotient(w, rho) : w / rho;
 }
 
-// is_ruled_out(w, rho, ruled_out_below(threshold)) is true of no token whose fetch_key is above the
-// threshold, and of nearly all others, without a division: the worth is at most w * w / rho, and
-// the margins are far larger than what rounding does to either side.
+// is_ruled_out(w, rho, ruled_out_below(threshold)) is true of no token that is worth more than the
+// threshold, and of nearly all others, without a division: worth is at most w * w / rho, and the
+// margins are far larger than what rounding does to either side.
 VERKV_DEVICE float ruled_out_below(float threshold) {
   return threshold >= 1e-30f ? threshold * (1 - 0x1p-20f) : -1.0f;
 }
@@ -69,7 +70,7 @@ VERKV_DEVICE float approximate_log(float x) { return __log2f(x) * 0.693147181f; 
 // log(coefficient), at most `most` + log(1 + rho). beta and sketched weights are in the plan's
 // units, `most` is shift + log(cap * beta). Of a token in the plan lambda (1 + rho) / rho is 1 or
 // more, or 0 where beta is.
-// Dialect of shrinkage.hpp: drawn_coefficient, in logarithms.
+// Dialect of verkv/shrinkage.hpp: drawn_coefficient, in logarithms.
 VERKV_DEVICE float drawn_logit(float logit, float sketched, float rho, float beta, float most) {
   const bool whole = sketched <= beta * rho;  // lambda is 1
   const float coefficient = (whole ? 1.0f : beta) / (whole ? rho : sketched) * (1.0f + rho);

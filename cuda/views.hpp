@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <verkv/fetch_plan.hpp>
 #include <verkv/kv_cache_manager.hpp>
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
@@ -62,10 +63,7 @@ struct LayerView {
   SketchShape sketch;                   // the largest; each head has its own
   SketchLevels levels = kSketchLevels;  // device code cannot index constants of the host
   FetchMode mode = FetchMode::verified;
-  double epsilon = kOff;
-  double log_term = 0;  // log(2 / delta), computed on the host
-  double risk = kOff;
-  double probability = kOff;
+  StopRules rules;
   float cap = 2;
   std::int64_t limit_tokens = 0;
 

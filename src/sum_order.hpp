@@ -8,8 +8,8 @@
 //
 // Dialect: src/cpu/kernels_simd.cpp: fold
 // Dialect: cuda/device_math.cuh: fold16
-// Dialect: cuda/verify_sums.cuh: fold_lanes
-// Dialect: cuda/step_scores.cu: fold_heads
+// Dialect: cuda/sums.cuh: fold_lanes
+// Dialect: cuda/exact_products.cuh: fold_heads
 #ifndef VERKV_SRC_SUM_ORDER_HPP
 #define VERKV_SRC_SUM_ORDER_HPP
 

@@ -21,7 +21,7 @@ namespace verkv {
 // (Moshier).
 //
 // Dialect: src/cpu/kernels_simd.cpp: weight_exp
-// Dialect: cuda/verify.cu: to_weights
+// Dialect: cuda/head_passes.cuh: to_weights
 namespace exp_terms {
 // Below, the result is 0. exp(-87) is the last whole power of e that is a normal number.
 inline constexpr float kLowest = -87.0f;

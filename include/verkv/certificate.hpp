@@ -10,7 +10,7 @@
 // nothing.
 //
 // Dialect: src/cpu/kernels_simd.cpp: tail_of
-// Dialect: cuda/verify_terms.cuh: tail_of
+// Dialect: cuda/terms.cuh: tail_of
 #ifndef VERKV_CERTIFICATE_HPP
 #define VERKV_CERTIFICATE_HPP
 

@@ -3,7 +3,7 @@
 // resident: Theorem 2 needs the plan to be independent of the draw given the query.
 //
 // Dialect: src/cpu/kernels_simd.cpp: fetch_worth
-// Dialect: cuda/verify_terms.cuh: tail_of
+// Dialect: cuda/terms.cuh: tail_of
 #ifndef VERKV_FETCH_PLAN_HPP
 #define VERKV_FETCH_PLAN_HPP
 
@@ -106,6 +106,12 @@ VERKV_HD inline float first_pivot(std::span<const float> sorted, std::int64_t op
     ++at;
   return sorted[at];
 }
+
+// The other numbers of that search. They decide in what groups sums are rounded, so every backend
+// has these: a sample of so many open tokens costs little beside a pass over all, and its median
+// halves what is open but for a tenth; below so many open tokens each is tried in turn.
+inline constexpr int kSearchSample = 31;
+inline constexpr int kSearchFew = 64;
 
 // ---- Prefixes of an order -----------------------------------------------------------------------
 

@@ -10,9 +10,8 @@
 namespace verkv::cpu {
 namespace {
 
-// Few enough to be sorted and tried one by one.
-constexpr std::int64_t kFew = 64;
-constexpr std::size_t kSamples = 31;
+constexpr std::int64_t kFew = kSearchFew;
+constexpr auto kSamples = static_cast<std::size_t>(kSearchSample);
 
 struct Evaluation {
   float beta = 0;

@@ -99,10 +99,8 @@ LayerView Scene::layer_view() const {
   view.storage = setup_.storage;
   view.sketch = shape_.sketch;
   view.mode = setup_.fetch.mode;
-  view.epsilon = setup_.fetch.epsilon;
-  view.log_term = log_two_over(setup_.fetch.delta);
-  view.risk = setup_.fetch.risk;
-  view.probability = setup_.fetch.probability;
+  view.rules = {setup_.fetch.epsilon, log_two_over(setup_.fetch.delta), setup_.fetch.risk,
+                setup_.fetch.probability};
   view.cap = static_cast<float>(setup_.fetch.cap);
   view.limit_tokens = setup_.fetch.limit_tokens;
   return view;
