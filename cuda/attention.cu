@@ -24,7 +24,7 @@ VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& v
   const std::int64_t begin = static_cast<std::int64_t>(blockIdx.y) * kAttentionThreads;
   if (begin >= window) return;
   for (int h = 0; h < group; ++h) {
-    if (ws.heads[first_head + h].usable == 0) return;
+    if (ws.heads[first_head + h].computable == 0) return;
   }
 #pragma unroll 1
   for (std::int64_t i = begin + threadIdx.x; i < window;

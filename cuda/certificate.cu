@@ -31,10 +31,10 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   const HeadView view =
       step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + pair % layer.kv_heads];
   const HeadState& state = ws.heads[query_head];
-  const bool usable = state.usable != 0;
+  const bool computable = state.computable != 0;
   double bound = state.bound;
   if (view.compressed == 0) {
-    bound = usable || view.residents() == 0 ? 0 : infinite_double();
+    bound = computable || view.residents() == 0 ? 0 : infinite_double();
   } else if (state.known == 0 || ws.groups[pair].fetched != 0) {
     const HeadPasses head(arguments, view, query_head);
     const double denominator = state.denominator;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     head.first_sums(shared, ws.fetched + pair * ws.mask_stride, weight, odds);
     const float beta = head.solve_beta(shared, weight, odds);
     bound = infinite_double();
-    if (usable) bound = head.certificate_at(shared, beta, denominator, layer.rules.log_term);
+    if (computable) bound = head.certificate_at(shared, beta, denominator, layer.rules.log_term);
     if (threadIdx.x == 0) ws.heads[query_head].beta = beta;
   }
   if (threadIdx.x == 0) {

@@ -67,7 +67,7 @@ VERKV_DEVICE unsigned rank_in_group(const StepWorkspace& ws, const HeadView& vie
 #pragma unroll 1
   for (int h = 0; h < group; ++h) {
     const HeadState& state = ws.heads[first_head + h];
-    if (!state.usable) continue;
+    if (!state.computable) continue;
     const float d = static_cast<float>(state.denominator);
     const float w = ws.weight[(first_head + h) * ws.token_stride + token];
     best = raise(best, fetch_worth(w, to_float(view.odds[token]), state.beta) / d / d);
@@ -185,7 +185,7 @@ struct Asked {
 // that has been computed over all tokens. `weight` and `odds`: of the first round of beta.
 VERKV_DEVICE Asked plan_head(HeadShared& shared, const StepArguments& arguments,
                              const HeadPasses& head, std::int64_t query_head, double weight,
-                             double odds, double denominator, bool usable, HeadState& state) {
+                             double odds, double denominator, bool computable, HeadState& state) {
   const LayerView& layer = arguments.view.layer;
   const StepWorkspace& ws = arguments.workspace;
   float beta = 0;
@@ -214,12 +214,12 @@ VERKV_DEVICE Asked plan_head(HeadShared& shared, const StepArguments& arguments,
   if (certifies) {
     double bound = head.certificate_and_select(shared, beta, denominator, layer.rules.log_term,
                                                wanted, wants_worth, planned);
-    if (!usable) bound = infinite_double();
+    if (!computable) bound = infinite_double();
     if (threadIdx.x == 0) {
       state.bound = bound;
       state.known = 1;
     }
-    if (usable && !(bound <= layer.rules.epsilon)) {
+    if (computable && !(bound <= layer.rules.epsilon)) {
       ThresholdSearch search(shared, head.weights(), head.all_odds(),
                              ws.plan_index + query_head * ws.token_stride,
                              ws.active + query_head * ws.mask_stride, beta, denominator,
@@ -267,21 +267,21 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   double odds = 0;
   double denominator = head.to_weights(shared, shift, weight, odds);
   denominator = add_residents(shared, arguments, view, query_head, shift, denominator);
-  const bool usable = is_computable(denominator);
+  const bool computable = is_computable(denominator);
   // What is known goes out before a search needs the registers.
   HeadState& state = ws.heads[query_head];
   if (threadIdx.x == 0) {
     state.shift = shift;
     state.denominator = denominator;
-    state.usable = usable ? 1 : 0;
+    state.computable = computable ? 1 : 0;
     state.bound = 0;
     state.known = 0;
   }
 
   Asked asked;
   if (view.compressed > 0 && layer.mode != FetchMode::never) {
-    asked =
-        plan_head(shared, arguments, head, query_head, weight, odds, denominator, usable, state);
+    asked = plan_head(shared, arguments, head, query_head, weight, odds, denominator, computable,
+                      state);
   }
   if (threadIdx.x == 0) {
     state.planned = asked.tokens;

@@ -30,11 +30,12 @@ VERKV_DEVICE float query_number(const StepView& step, std::int64_t row, std::int
   }
 }
 
-// The query's bytes by one warp. Column 2h of the products
-// takes the first tokens of pairs and column 2h + 1 the second ones: for each quad of coordinates
-// (0, 2) and (1, 3) lie in two words, in their lower half for the first tokens and in the upper for
-// the second, the other halves are zero. Quads are zero up to a multiple of four. Returns the
-// factor of the logits. A head that is not there gets zeros.
+// The query's bytes by one warp. Returns the factor of the logits. A head that is not there gets
+// zeros. Column 2h of the products takes the first tokens of pairs and column 2h + 1 the second
+// ones: for each quad of coordinates (0, 2) and (1, 3) lie in two words, in their lower half for
+// the first tokens and in the upper for the second, and the other halves are zero. Quads are zero
+// up to a multiple of four.
+// Dialect of verkv/sketch.hpp: encode_query.
 VERKV_DEVICE float encode_by_warp(const float* x, int dim, bool there, float unit, uint2* columns,
                                   int stride) {
   const int lane = threadIdx.x % 32;

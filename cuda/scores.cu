@@ -170,6 +170,7 @@ VERKV_DEVICE void prefetch_codes(const Work& work) {
 }
 
 // The sketched logits of the block's part of the compressed tokens.
+// Dialect of verkv/sketch.hpp: sketch_logit; the dots come without the bias of the levels.
 template <int kSets>
 VERKV_DEVICE void sketched_logits(const Work& work, const Constants& constants,
                                   float (&top)[kSets]) {

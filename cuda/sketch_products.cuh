@@ -131,8 +131,9 @@ VERKV_DEVICE void dot_steps(const SketchOperands& from, int at, int read, Sketch
   }
 }
 
-// The integer scores of a warp's 64 tokens, less their bias. Thread (g, t) reads tokens 8g .. 8g +
+// The integer scores of a warp's 64 tokens, less their bias. Thread (g, t) reads tokens 8g to 8g +
 // 7, whose group starts at `group`, and gets their scores for head t of each set.
+// Dialect of verkv/sketch.hpp: sketch_dot.
 template <int kSets>
 VERKV_DEVICE SketchSums<kSets> sketch_dots(const SketchShape& shape, const std::uint8_t* group,
                                            const uint2* columns, int column_stride) {

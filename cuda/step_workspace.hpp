@@ -34,7 +34,7 @@ struct HeadState {
   // Of the plan, then of what is not fetched.
   float beta = 0;
   // Whether D is a positive finite number.
-  std::int32_t usable = 0;
+  std::int32_t computable = 0;
   // Whether the plan has computed `bound` over all tokens.
   std::int32_t known = 0;
 };

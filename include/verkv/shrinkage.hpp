@@ -27,6 +27,8 @@ VERKV_HD constexpr T shrinkage_lambda(T w, T rho, T beta) {
 // w_exact_i. The cap is a function of the token alone (never of the draw) and bounds the
 // contribution of a token whose sketch was too small: coefficient * w_exact <= cap * beta * (1 +
 // rho). cap = infinity switches it off.
+//
+// Dialect: cuda/terms.cuh: drawn_logit
 template <class T>
 VERKV_HD constexpr T drawn_coefficient(T w_sketched, T w_exact, T rho, T beta, T cap) {
   T lambda = shrinkage_lambda(w_sketched, rho, beta);

@@ -241,6 +241,8 @@ struct SketchQuery {
 
 // Rounds q, in the dual basis, to 8 bits: q_i ~ scale * out_q[i]. out_q has shape.padded_dim()
 // elements; those past q are 0. A zero query gives scale 0.
+//
+// Dialect: cuda/query.cuh: encode_by_warp
 inline SketchQuery encode_query(std::span<const float> q, std::span<std::int8_t> out_q) {
   float largest = 0;
   for (const float v : q) largest = std::max(largest, std::fabs(v));
@@ -258,6 +260,8 @@ inline SketchQuery encode_query(std::span<const float> q, std::span<std::int8_t>
 
 // The integer score of one token: sum of query byte * level byte. Below 2^24 for dim <= 512, so
 // exact in binary32.
+//
+// Dialect: cuda/sketch_products.cuh: sketch_dots
 inline std::int32_t sketch_dot(const SketchShape& shape, const std::uint8_t* codes,
                                std::int64_t token, std::span<const std::int8_t> q) {
   std::int32_t dot = 0;
@@ -272,6 +276,8 @@ inline std::int32_t sketch_dot(const SketchShape& shape, const std::uint8_t* cod
 // The logit from an integer score. factor = attention scale * SketchQuery.scale * unit of the
 // basis; shift is the share of the channel means, attention scale * q.mean. The order of operations
 // is part of the contract (equal decisions on every backend).
+//
+// Dialect: cuda/scores.cu: sketched_logits
 VERKV_HD inline float sketch_logit(std::int32_t dot, std::int32_t query_sum, Positive16 scale,
                                    float factor, float shift) {
   const float x = static_cast<float>(dot - kLevelBias * query_sum);
