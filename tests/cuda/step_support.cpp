@@ -7,6 +7,7 @@
 #include <limits>
 #include <sstream>
 #include <stdexcept>
+#include <type_traits>
 
 #include <verkv/inclusion.hpp>
 
@@ -152,60 +153,63 @@ void Scene::release() {
   pinned_.clear();
 }
 
+HeadView Scene::upload_head(const cpu::HeadStore& store) {
+  const std::int64_t element = static_cast<std::int64_t>(size_bytes(setup_.storage));
+  HeadView view;
+  const std::int64_t room = store.residents() + more_residents_;
+  const std::int64_t padded = cpu::round_up(store.compressed(), kSketchGroup);
+  view.tokens = store.tokens();
+  view.compressed = store.compressed();
+  view.drawn = store.drawn_residents();
+  const std::int64_t host_bytes = store.tokens() * shape_.row_bytes();
+  if (host_bytes + more_residents_ > 0) {
+    void* host = nullptr;
+    check(cudaHostAlloc(&host, index(host_bytes + more_residents_ * shape_.row_bytes()),
+                        cudaHostAllocMapped));
+    pinned_.push_back(host);
+    if (host_bytes > 0) std::memcpy(host, store.host_keys(shape_).data, index(host_bytes));
+    void* mapped = nullptr;
+    check(cudaHostGetDevicePointer(&mapped, host, 0));
+    view.host_rows = static_cast<const std::byte*>(mapped);
+  }
+  const std::int64_t key_bytes = setup_.key_dim * element;
+  const std::int64_t value_bytes = setup_.value_dim * element;
+  view.resident_keys = to_device(static_cast<const std::byte*>(store.resident_keys(shape_).data),
+                                 store.residents() * key_bytes, room * key_bytes);
+  view.resident_values =
+      to_device(static_cast<const std::byte*>(store.resident_values(shape_).data),
+                store.residents() * value_bytes, room * value_bytes);
+  view.resident_position = to_device(store.resident_positions().data(), store.residents(), room);
+  view.odds = to_device(store.odds(), padded);
+  if (setup_.sketch.kind != SketchKind::exact) {
+    view.codes =
+        to_device(store.codes(), code_storage_bytes(store.sketch(shape_), store.compressed()));
+    view.scales = to_device(store.scales(), padded);
+    view.channel_means = to_device(store.channel_means().data(),
+                                   static_cast<std::int64_t>(store.channel_means().size()));
+    const SketchBasis& basis = store.basis();
+    view.sketch_dim = basis.shape.dim;
+    view.sketch_fine = basis.shape.fine;
+    view.basis_unit = basis.unit;
+    view.basis_query = to_device(basis.query.data(), static_cast<std::int64_t>(basis.query.size()));
+  }
+  const std::int64_t window = room - store.drawn_residents();
+  const std::vector<float> squares(index(window), 0.0f);
+  const std::vector<std::uint32_t> steps(index(window), 0u);
+  view.window_square = to_device(squares.data(), window);
+  view.window_steps = to_device(steps.data(), window);
+  return view;
+}
+
 void Scene::upload() {
   const LayerView layer = layer_view();
-  const std::int64_t element = static_cast<std::int64_t>(size_bytes(setup_.storage));
   heads_.clear();
   std::int64_t most_compressed = 0;
   std::int64_t most_residents = 0;
   for (const cpu::HeadStore& store : stores_) {
-    HeadView view;
-    const std::int64_t room = store.residents() + more_residents_;
-    const std::int64_t padded = cpu::round_up(store.compressed(), kSketchGroup);
-    view.tokens = store.tokens();
-    view.compressed = store.compressed();
-    view.drawn = store.drawn_residents();
-    const std::int64_t host_bytes = store.tokens() * shape_.row_bytes();
-    if (host_bytes + more_residents_ > 0) {
-      void* host = nullptr;
-      check(cudaHostAlloc(&host, index(host_bytes + more_residents_ * shape_.row_bytes()),
-                          cudaHostAllocMapped));
-      pinned_.push_back(host);
-      if (host_bytes > 0) std::memcpy(host, store.host_keys(shape_).data, index(host_bytes));
-      void* mapped = nullptr;
-      check(cudaHostGetDevicePointer(&mapped, host, 0));
-      view.host_rows = static_cast<const std::byte*>(mapped);
-    }
-    const std::int64_t key_bytes = setup_.key_dim * element;
-    const std::int64_t value_bytes = setup_.value_dim * element;
-    view.resident_keys = to_device(static_cast<const std::byte*>(store.resident_keys(shape_).data),
-                                   store.residents() * key_bytes, room * key_bytes);
-    view.resident_values =
-        to_device(static_cast<const std::byte*>(store.resident_values(shape_).data),
-                  store.residents() * value_bytes, room * value_bytes);
-    view.resident_position = to_device(store.resident_positions().data(), store.residents(), room);
-    view.odds = to_device(store.odds(), padded);
-    if (setup_.sketch.kind != SketchKind::exact) {
-      view.codes =
-          to_device(store.codes(), code_storage_bytes(store.sketch(shape_), store.compressed()));
-      view.scales = to_device(store.scales(), padded);
-      view.channel_means = to_device(store.channel_means().data(),
-                                     static_cast<std::int64_t>(store.channel_means().size()));
-      const SketchBasis& basis = store.basis();
-      view.sketch_dim = basis.shape.dim;
-      view.sketch_fine = basis.shape.fine;
-      view.basis_unit = basis.unit;
-      view.basis_query =
-          to_device(basis.query.data(), static_cast<std::int64_t>(basis.query.size()));
-    }
-    const std::int64_t window = room - store.drawn_residents();
-    const std::vector<float> squares(index(window), 0.0f);
-    const std::vector<std::uint32_t> steps(index(window), 0u);
-    view.window_square = to_device(squares.data(), window);
-    view.window_steps = to_device(steps.data(), window);
-    heads_.push_back(view);
-    most_compressed = std::max(most_compressed, view.compressed);
-    most_residents = std::max(most_residents, room);
+    heads_.push_back(upload_head(store));
+    most_compressed = std::max(most_compressed, store.compressed());
+    most_residents = std::max(most_residents, store.residents() + more_residents_);
   }
   step_ = {};
   step_.layer = layer;
@@ -257,144 +261,206 @@ void Scene::append(int slot, std::int64_t count) {
 
 void Scene::launch(cudaStream_t stream) { check(launch_step(step_, stream)); }
 
-std::string Scene::compare() {
-  check(cudaDeviceSynchronize());
-  std::ostringstream wrong;
-  const std::int64_t query_heads = shape_.config.query_heads;
-  const auto fetch_array = [](const auto* from, std::int64_t count) {
-    std::vector<std::remove_cvref_t<decltype(*from)>> values(index(count));
-    if (count > 0)
-      check(cudaMemcpy(values.data(), from, values.size() * sizeof(values[0]),
-                       cudaMemcpyDeviceToHost));
-    return values;
-  };
-  const auto output = fetch_array(step_.output, outputs_);
-  const auto lse = fetch_array(step_.lse, step_.rows * query_heads);
-  const auto query_reports = fetch_array(step_.query_reports, step_.rows * query_heads);
-  const auto kv_reports = fetch_array(step_.kv_reports, step_.rows * setup_.kv_heads);
-  StepWorkspace ws;
-  lay_out(step_.layer,
-          step_grid(step_.layer, step_.rows, step_.most_compressed, step_.most_residents),
-          step_.rows, step_.most_compressed, step_.most_residents, step_.workspace, ws);
-  totals_ = {};
+// ---- The step beside the CPU's ------------------------------------------------------------------
 
-  cpu::Workspace workspace;
-  for (const cpu::HeadStore& store : stores_)
-    workspace.reserve(shape_, setup_.fetch, store.compressed(), store.residents());
-  std::vector<float> expected(index(setup_.group * setup_.value_dim));
-  std::vector<float> expected_lse(index(setup_.group));
-  std::vector<QueryHeadReport> expected_reports(index(setup_.group));
-  for (std::int64_t row = 0; row < step_.rows; ++row) {
-    for (std::int64_t kv = 0; kv < setup_.kv_heads; ++kv) {
-      const std::int64_t pair = row * setup_.kv_heads + kv;
-      const std::int64_t first = pair * setup_.group;
-      const int slot = setup_.slots[index(row)];
-      KvHeadReport kv_report;
-      std::fill(expected.begin(), expected.end(), 0.0f);
-      std::fill(expected_lse.begin(), expected_lse.end(), -std::numeric_limits<float>::infinity());
-      std::fill(expected_reports.begin(), expected_reports.end(), QueryHeadReport{});
-      const auto say = [&](const char* what, auto got, auto want) {
-        if (wrong.tellp() > 2000) return;
-        wrong.precision(9);
-        wrong << "row " << row << " KV head " << kv << ": " << what << " is " << got << ", not "
-              << want << "\n";
-      };
-      const auto same = [](auto got, auto want) { return same_bits(got, want); };
-      if (slot >= 0) {
-        cpu::HeadStore& store = this->store(slot, kv);
-        cpu::HeadStep step;
-        step.query = query_stored_.data() +
-                     index(query_at(row, kv * setup_.group)) * size_bytes(setup_.query_type);
-        step.query_type = setup_.query_type;
-        step.query_stride = query_at(0, 1);
-        step.score_window = setup_.score_window;
-        step.output = expected.data();
-        step.lse = expected_lse.data();
-        step.query_reports = expected_reports.data();
-        step.kv_report = &kv_report;
-        cpu::attend_head(cpu::scalar_kernels(), shape_, setup_.fetch, store, workspace, step);
+namespace {
 
-        const auto states = fetch_array(ws.heads + first, setup_.group);
-        for (int h = 0; h < setup_.group; ++h) {
-          const cpu::HeadState& want = workspace.states[index(h)];
-          const HeadState& got = states[index(h)];
-          if (!same(got.shift, want.shift)) say("shift", got.shift, want.shift);
-          if (!same(got.denominator, want.denominator)) say("D", got.denominator, want.denominator);
-          if (store.compressed() > 0 && !same(got.beta, want.beta))
-            say("beta", got.beta, want.beta);
-          if (got.known != 0 && got.bound > setup_.fetch.epsilon) ++totals_.searched;
-        }
-        const auto moved = fetch_array(ws.moved + pair * ws.token_stride, kv_report.moved_tokens);
-        if (kv_reports[index(pair)].moved_tokens == kv_report.moved_tokens &&
-            !std::equal(moved.begin(), moved.end(), workspace.moved.begin()))
-          say("list of moved tokens", "something", "the CPU's");
-        if (store.compressed() > 0) {
-          const std::int64_t words = cpu::round_up(store.compressed(), kBlockTokens) / 32;
-          const auto mask = fetch_array(ws.fetched + pair * ws.mask_stride, words);
-          std::vector<std::uint32_t> fetched;
-          for (std::int64_t i = 0; i < store.compressed(); ++i) {
-            const std::uint32_t word = mask[index(i / kBlockTokens * kLanes + i % kLanes)];
-            if ((word >> (i % kBlockTokens / kLanes) & 1u) != 0)
-              fetched.push_back(static_cast<std::uint32_t>(i));
-          }
-          if (static_cast<std::int64_t>(fetched.size()) != kv_report.fetched_tokens ||
-              !std::equal(fetched.begin(), fetched.end(), workspace.fetched.begin()))
-            say("set of fetched tokens", fetched.size(), kv_report.fetched_tokens);
-        }
-        const std::int64_t window = store.tokens() - store.compressed();
-        const HeadView& view = heads_[index(slot * setup_.kv_heads + kv)];
-        const auto squares = fetch_array(view.window_square, window);
-        const auto steps = fetch_array(view.window_steps, window);
-        for (std::int64_t i = 0; i < window; ++i) {
-          const float got =
-              steps[index(i)] == 0
-                  ? 0.0f
-                  : std::sqrt(squares[index(i)] / static_cast<float>(steps[index(i)]));
-          if (!same(got, store.window_score(i))) {
-            say("window score", got, store.window_score(i));
-            break;
-          }
-        }
-      }
-      const KvHeadReport& kv_got = kv_reports[index(pair)];
-      if (kv_got.fetched_tokens != kv_report.fetched_tokens)
-        say("fetched_tokens", kv_got.fetched_tokens, kv_report.fetched_tokens);
-      if (kv_got.moved_tokens != kv_report.moved_tokens)
-        say("moved_tokens", kv_got.moved_tokens, kv_report.moved_tokens);
-      if (kv_got.moved_bytes != kv_report.moved_bytes)
-        say("moved_bytes", kv_got.moved_bytes, kv_report.moved_bytes);
-      if (kv_got.resident_tokens != kv_report.resident_tokens)
-        say("resident_tokens", kv_got.resident_tokens, kv_report.resident_tokens);
-      if (kv_got.limited != kv_report.limited) say("limited", kv_got.limited, kv_report.limited);
-      totals_.fetched += kv_report.fetched_tokens;
-      totals_.moved += kv_report.moved_tokens;
-      for (int h = 0; h < setup_.group; ++h) {
-        const QueryHeadReport& got = query_reports[index(first + h)];
-        const QueryHeadReport& want = expected_reports[index(h)];
-        if (!same(got.epsilon, want.epsilon)) say("epsilon", got.epsilon, want.epsilon);
-        if (got.certified != want.certified) say("certified", got.certified, want.certified);
-        if (got.planned_tokens != want.planned_tokens)
-          say("planned_tokens", got.planned_tokens, want.planned_tokens);
-        totals_.uncertified += !want.certified;
-        // Values are of size 1, and their weighted sums are in another order.
-        for (std::int64_t d = 0; d < setup_.value_dim; ++d) {
-          const float a = output[index((first + h) * setup_.value_dim + d)];
-          const float b = expected[index(h * setup_.value_dim + d)];
-          const double error = std::fabs(static_cast<double>(a) - static_cast<double>(b));
-          if (error == error) worst_output_ = std::max(worst_output_, error);
-          if (!(error < 1e-5) && !(a != a && b != b)) {
-            say("output", a, b);
-            break;
-          }
-        }
-        const float a = lse[index(first + h)];
-        const float b = expected_lse[index(h)];
-        if (!(std::fabs(a - b) < 1e-5f * std::max(1.0f, std::fabs(b))) && !same_bits(a, b))
-          say("LSE", a, b);
-      }
+template <class T>
+std::vector<T> to_host(const T* from, std::int64_t count) {
+  std::vector<T> values(index(count));
+  if (count > 0)
+    check(cudaMemcpy(values.data(), from, values.size() * sizeof(T), cudaMemcpyDeviceToHost));
+  return values;
+}
+
+}  // namespace
+
+// What a step has left on the device, and the CPU's step head by head. Differences become text.
+class Scene::Comparison {
+ public:
+  explicit Comparison(Scene& scene)
+      : scene_(scene),
+        setup_(scene.setup_),
+        output_(to_host(scene.step_.output, scene.outputs_)),
+        lse_(to_host(scene.step_.lse, query_heads())),
+        query_reports_(to_host(scene.step_.query_reports, query_heads())),
+        kv_reports_(to_host(scene.step_.kv_reports, scene.step_.rows * setup_.kv_heads)),
+        expected_(index(setup_.group * setup_.value_dim)),
+        expected_lse_(index(setup_.group)),
+        expected_reports_(index(setup_.group)) {
+    const StepView& step = scene.step_;
+    lay_out(step.layer, step_grid(step.layer, step.rows, step.most_compressed, step.most_residents),
+            step.rows, step.most_compressed, step.most_residents, step.workspace, device_);
+    for (const cpu::HeadStore& store : scene.stores_)
+      cpu_.reserve(scene.shape_, setup_.fetch, store.compressed(), store.residents());
+  }
+
+  std::string run() {
+    for (row_ = 0; row_ < scene_.step_.rows; ++row_) {
+      for (kv_ = 0; kv_ < setup_.kv_heads; ++kv_) compare_group();
+    }
+    return wrong_.str();
+  }
+
+ private:
+  std::int64_t query_heads() const { return scene_.step_.rows * scene_.shape_.config.query_heads; }
+  std::int64_t pair() const { return row_ * setup_.kv_heads + kv_; }
+  std::int64_t first_head() const { return pair() * setup_.group; }
+
+  template <class T>
+  void say(const char* what, T got, T want) {
+    if (wrong_.tellp() > 2000) return;
+    wrong_.precision(9);
+    wrong_ << "row " << row_ << " KV head " << kv_ << ": " << what << " is " << got << ", not "
+           << want << "\n";
+  }
+  // Numbers by their bits.
+  template <class T>
+  void require_same(const char* what, T got, T want) {
+    if constexpr (std::is_floating_point_v<T>) {
+      if (!same_bits(got, want)) say(what, got, want);
+    } else if (got != want) {
+      say(what, got, want);
     }
   }
-  return wrong.str();
+
+  void compare_group() {
+    const int slot = setup_.slots[index(row_)];
+    kv_report_ = {};
+    std::fill(expected_.begin(), expected_.end(), 0.0f);
+    std::fill(expected_lse_.begin(), expected_lse_.end(), -std::numeric_limits<float>::infinity());
+    std::fill(expected_reports_.begin(), expected_reports_.end(), QueryHeadReport{});
+    if (slot >= 0) {
+      cpu::HeadStore& store = scene_.store(slot, kv_);
+      step_on_cpu(store);
+      compare_states(store);
+      compare_fetched(store);
+      compare_window(store, scene_.heads_[index(slot * setup_.kv_heads + kv_)]);
+    }
+    compare_reports();
+    for (int h = 0; h < setup_.group; ++h) compare_answer(h);
+  }
+
+  void step_on_cpu(cpu::HeadStore& store) {
+    cpu::HeadStep step;
+    step.query = scene_.query_stored_.data() +
+                 index(scene_.query_at(row_, kv_ * setup_.group)) * size_bytes(setup_.query_type);
+    step.query_type = setup_.query_type;
+    step.query_stride = scene_.query_at(0, 1);
+    step.score_window = setup_.score_window;
+    step.output = expected_.data();
+    step.lse = expected_lse_.data();
+    step.query_reports = expected_reports_.data();
+    step.kv_report = &kv_report_;
+    cpu::attend_head(cpu::scalar_kernels(), scene_.shape_, setup_.fetch, store, cpu_, step);
+  }
+
+  void compare_states(const cpu::HeadStore& store) {
+    const auto states = to_host(device_.heads + first_head(), setup_.group);
+    for (int h = 0; h < setup_.group; ++h) {
+      const cpu::HeadState& want = cpu_.states[index(h)];
+      const HeadState& got = states[index(h)];
+      require_same("shift", got.shift, want.shift);
+      require_same("D", got.denominator, want.denominator);
+      if (store.compressed() > 0) require_same("beta", got.beta, want.beta);
+      if (got.known != 0 && got.bound > setup_.fetch.epsilon) ++scene_.totals_.searched;
+    }
+  }
+
+  void compare_fetched(const cpu::HeadStore& store) {
+    const auto moved =
+        to_host(device_.moved + pair() * device_.token_stride, kv_report_.moved_tokens);
+    if (kv_reports_[index(pair())].moved_tokens == kv_report_.moved_tokens &&
+        !std::equal(moved.begin(), moved.end(), cpu_.moved.begin()))
+      say("list of moved tokens", "something", "the CPU's");
+    if (store.compressed() == 0) return;
+    const std::int64_t words = cpu::round_up(store.compressed(), kBlockTokens) / 32;
+    const auto mask = to_host(device_.fetched + pair() * device_.mask_stride, words);
+    std::vector<std::uint32_t> fetched;
+    for (std::int64_t i = 0; i < store.compressed(); ++i) {
+      const std::uint32_t word = mask[index(i / kBlockTokens * kLanes + i % kLanes)];
+      if ((word >> (i % kBlockTokens / kLanes) & 1u) != 0)
+        fetched.push_back(static_cast<std::uint32_t>(i));
+    }
+    const auto count = static_cast<std::int64_t>(fetched.size());
+    if (count != kv_report_.fetched_tokens ||
+        !std::equal(fetched.begin(), fetched.end(), cpu_.fetched.begin()))
+      say("set of fetched tokens", count, kv_report_.fetched_tokens);
+  }
+
+  void compare_window(const cpu::HeadStore& store, const HeadView& view) {
+    const std::int64_t window = store.tokens() - store.compressed();
+    const auto squares = to_host(view.window_square, window);
+    const auto steps = to_host(view.window_steps, window);
+    for (std::int64_t i = 0; i < window; ++i) {
+      const float got = steps[index(i)] == 0
+                            ? 0.0f
+                            : std::sqrt(squares[index(i)] / static_cast<float>(steps[index(i)]));
+      if (same_bits(got, store.window_score(i))) continue;
+      say("window score", got, store.window_score(i));
+      break;
+    }
+  }
+
+  void compare_reports() {
+    const KvHeadReport& got = kv_reports_[index(pair())];
+    require_same("fetched_tokens", got.fetched_tokens, kv_report_.fetched_tokens);
+    require_same("moved_tokens", got.moved_tokens, kv_report_.moved_tokens);
+    require_same("moved_bytes", got.moved_bytes, kv_report_.moved_bytes);
+    require_same("resident_tokens", got.resident_tokens, kv_report_.resident_tokens);
+    require_same("limited", got.limited, kv_report_.limited);
+    scene_.totals_.fetched += kv_report_.fetched_tokens;
+    scene_.totals_.moved += kv_report_.moved_tokens;
+  }
+
+  void compare_answer(int h) {
+    const std::int64_t head = first_head() + h;
+    const QueryHeadReport& got = query_reports_[index(head)];
+    const QueryHeadReport& want = expected_reports_[index(h)];
+    require_same("epsilon", got.epsilon, want.epsilon);
+    require_same("certified", got.certified, want.certified);
+    require_same("planned_tokens", got.planned_tokens, want.planned_tokens);
+    scene_.totals_.uncertified += !want.certified;
+    // Values are of size 1, and their weighted sums are in another order.
+    for (std::int64_t d = 0; d < setup_.value_dim; ++d) {
+      const float a = output_[index(head * setup_.value_dim + d)];
+      const float b = expected_[index(h * setup_.value_dim + d)];
+      const double error = std::fabs(static_cast<double>(a) - static_cast<double>(b));
+      if (error == error) scene_.worst_output_ = std::max(scene_.worst_output_, error);
+      if (!(error < 1e-5) && !(a != a && b != b)) {
+        say("output", a, b);
+        break;
+      }
+    }
+    const float a = lse_[index(head)];
+    const float b = expected_lse_[index(h)];
+    if (!(std::fabs(a - b) < 1e-5f * std::max(1.0f, std::fabs(b))) && !same_bits(a, b))
+      say("LSE", a, b);
+  }
+
+  Scene& scene_;
+  const Setup& setup_;
+  // The device's.
+  std::vector<float> output_;
+  std::vector<float> lse_;
+  std::vector<QueryHeadReport> query_reports_;
+  std::vector<KvHeadReport> kv_reports_;
+  StepWorkspace device_;
+  // The CPU's, of one KV head.
+  cpu::Workspace cpu_;
+  std::vector<float> expected_;
+  std::vector<float> expected_lse_;
+  std::vector<QueryHeadReport> expected_reports_;
+  KvHeadReport kv_report_;
+  std::int64_t row_ = 0;
+  std::int64_t kv_ = 0;
+  std::ostringstream wrong_;
+};
+
+std::string Scene::compare() {
+  check(cudaDeviceSynchronize());
+  totals_ = {};
+  return Comparison(*this).run();
 }
 
 }  // namespace verkv::cuda::test

@@ -87,6 +87,9 @@ class Scene {
   double worst_output() const { return worst_output_; }
 
  private:
+  class Comparison;  // step_support.cpp
+
+  HeadView upload_head(const cpu::HeadStore& store);
   void fill(int slot, std::int64_t count);
   // Element of the query of (row, query head).
   std::int64_t query_at(std::int64_t row, std::int64_t head) const {
