@@ -29,18 +29,19 @@ VERKV_DEVICE float4 load_aligned(const BFloat16* from) {
                      __uint_as_float(x.y << 16), __uint_as_float(x.y & 0xffff0000u));
 }
 
-// KeyRows of one type, numbered in 32 bits as positions are.
+// Rows of keys or of the sketch's basis, numbered in 32 bits as positions are.
 struct KeyRows {
   DType type = DType::f16;
   const std::byte* data = nullptr;
   int stride = 0;         // elements
-  std::uint32_t end = 0;  // so many are there
+  std::uint32_t end = 0;  // how many there are
 };
 
-// KeyRows that a warp takes at a time: each thread a quarter of kRowsPerThread of them. Two share
-// their loads of the query; with eight heads registers suffice for one.
+// Rows of which a thread takes a quarter at a time. Two rows share their loads of the query; with
+// eight heads registers suffice for one.
 template <int kHeads>
 constexpr int kRowsPerThread = kHeads > kSetHeads ? 1 : 2;
+// Rows that a warp takes at a time.
 template <int kHeads>
 constexpr int kChunkRows = 8 * kRowsPerThread<kHeads>;
 
