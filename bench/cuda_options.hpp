@@ -46,7 +46,7 @@ struct Plan {
   int long_layers = 4;
   std::int64_t long_tokens = 65536;  // from here on
   ProbeSizes probes;
-  std::vector<Rule> rules{{"risk 1e-4", kOff, 1e-4}, {"eps 0.1", 0.1, kOff}};
+  std::vector<Rule> rules{{"risk 1e-4", {}, 1e-4}, {"eps 0.1", 0.1, {}}};
 };
 
 Plan plan_of(const Options& options);

@@ -6,10 +6,10 @@
 #include <future>
 #include <span>
 
-#include <verkv/certificate.hpp>
 #include <verkv/inclusion.hpp>
 
 #include "cpu/calibration.hpp"
+#include "fetch_rules.hpp"
 #include "sketch_basis.hpp"
 #include "step.hpp"
 
@@ -41,16 +41,16 @@ cuda::LayerView layer_view(const SyntheticShape& shape) {
   view.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(shape.dim)));
   view.storage = DType::f16;
   view.sketch = largest_sketch_shape(kSketch.kind, kSketch.bits, view.key_dim);
-  const FetchConfig fetch;
+  const FetchRules fetch = fetch_rules(CacheConfig{});
   view.mode = fetch.mode;
-  view.rules.log_term = log_two_over(fetch.delta);
-  view.cap = static_cast<float>(fetch.cap);
+  view.rules.log_term = fetch.log_term;
+  view.cap = fetch.cap;
   return view;
 }
 
 cuda::LayerView under(const Rule& rule, cuda::LayerView view) {
-  view.rules.epsilon = rule.epsilon;
-  view.rules.risk = rule.risk;
+  view.rules.epsilon = rule.epsilon.value_or(StopRules::kNone);
+  view.rules.risk = rule.risk.value_or(StopRules::kNone);
   return view;
 }
 
@@ -218,7 +218,7 @@ void Scene::allocate_step(int rows) {
   kv_reports_ = cuda::DeviceBuffer<KvHeadReport>(rows * kv_heads(), "reports");
   // A rule with a certificate needs the most.
   workspace_ = cuda::DeviceBuffer<std::byte>(
-      cuda::step_workspace_bytes(under({"", 0.1, kOff}, layer_), rows, store_.compressed(),
+      cuda::step_workspace_bytes(under({"", 0.1, {}}, layer_), rows, store_.compressed(),
                                  store_.most_residents()),
       "the workspace of a step");
   VERKV_CUDA_CHECK(cudaMemcpyAsync(slots_.data(), slots.data(), at(slots_.bytes()),
@@ -326,7 +326,7 @@ void CapturedLayers::attend() {
   batch.sequences = {&sequence_, 1};
   batch.queries = prompt_.queries();
   batch.queries.tokens = 1;
-  batch.output = output_.data();
+  batch.output = {output_.data(), at(output_.size())};
   for (std::int64_t i = 0; i < layers(); ++i) cache_->attend(i, batch);
 }
 

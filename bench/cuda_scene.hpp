@@ -31,8 +31,8 @@ inline constexpr SketchConfig kSketch{SketchKind::calibrated, 2};
 // A stop rule alone.
 struct Rule {
   std::string name;
-  double epsilon = kOff;  // with FetchConfig's delta
-  double risk = kOff;
+  std::optional<double> epsilon;  // with FetchConfig's delta
+  std::optional<double> risk;
 };
 
 // Keys, values and queries, on the device; the same in all runs. The host's copies of keys and

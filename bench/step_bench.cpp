@@ -38,17 +38,17 @@ struct Layer {
 struct Rule {
   std::string name;
   FetchMode mode = FetchMode::verified;
-  double epsilon = kOff;
-  double risk = kOff;
+  std::optional<double> epsilon;
+  std::optional<double> risk;
 };
 
 const std::vector<Rule>& rules() {
   static const std::vector<Rule> list = {
-      {"risk:1e-4", FetchMode::verified, kOff, 1e-4},
-      {"eps:0.05", FetchMode::verified, 0.05, kOff},
-      {"eps:0.1", FetchMode::verified, 0.1, kOff},
+      {"risk:1e-4", FetchMode::verified, {}, 1e-4},
+      {"eps:0.05", FetchMode::verified, 0.05, {}},
+      {"eps:0.1", FetchMode::verified, 0.1, {}},
       {"eps:0.3+risk:1e-4", FetchMode::verified, 0.3, 1e-4},
-      {"never", FetchMode::never, kOff, kOff},
+      {"never", FetchMode::never, {}, {}},
   };
   return list;
 }
@@ -148,8 +148,7 @@ class Dense {
         head.tokens = layer.tokens;
         head.group = static_cast<int>(layer.config.query_heads / layer.config.kv_heads);
         head.scale = static_cast<float>(
-            layer.config.scale > 0 ? layer.config.scale
-                                   : 1 / std::sqrt(static_cast<double>(layer.config.key_dim)));
+            layer.config.scale.value_or(1 / std::sqrt(static_cast<double>(layer.config.key_dim))));
         heads.push_back(head);
       }
       heads_.push_back(std::move(heads));
@@ -254,8 +253,8 @@ class Setup {
     AttendBatch batch;
     batch.sequences = {&sequence_, 1};
     batch.queries = token_major(query(l, step), DType::f32, 1, shape.query_heads, shape.key_dim);
-    batch.output = output;
-    batch.lse = lse;
+    batch.output = {output, at(shape.query_heads * shape.value_dim)};
+    batch.lse = {lse, at(shape.query_heads)};
     cache_->attend(static_cast<std::int64_t>(l), batch);
   }
 

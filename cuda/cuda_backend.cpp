@@ -23,6 +23,7 @@
 #include "cpu/calibration.hpp"
 #include "cuda_error.hpp"
 #include "device_memory.hpp"
+#include "fetch_rules.hpp"
 #include "inclusion_pool.hpp"
 #include "step.hpp"
 #include "store.hpp"
@@ -141,7 +142,6 @@ class CudaBackend final : public Backend {
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       Layer& layer = layers_[i];
       layer.config = config.layers[i];
-      if (layer.config.global_layer < 0) layer.config.global_layer = static_cast<std::int64_t>(i);
       if (!layer.config.cached) continue;
       describe_layer(layer);
       const std::size_t shared = size(step_shared_bytes(layer.view));
@@ -341,7 +341,6 @@ class CudaBackend final : public Backend {
     step.workspace = workspace_.data();
     step.counters = counters_.data() + index;
     const bool staged = options_.views == MemorySpace::host;
-    const std::int64_t query_heads = rows * layer.config.query_heads;
     if (staged) {
       pack(batch.queries, 0, rows, packed_);
       copy_in(query_staging_.data(), packed_.data(), packed_.size());
@@ -356,13 +355,13 @@ class CudaBackend final : public Backend {
       step.query_head_stride = batch.queries.head_stride;
       step.bad = bad_.data();  // the host has looked at its own
       step.layer_index = layer_index;
-      step.output = batch.output;
-      step.lse = batch.lse;
+      step.output = batch.output.data();
+      step.lse = batch.lse.empty() ? nullptr : batch.lse.data();
     }
     VERKV_CUDA_CHECK(launch_step(step, stream_));
     if (staged) {
-      copy_out(batch.output, output_staging_.data(), size(query_heads * layer.config.value_dim));
-      if (batch.lse != nullptr) copy_out(batch.lse, lse_staging_.data(), size(query_heads));
+      copy_out(batch.output.data(), output_staging_.data(), batch.output.size());
+      if (!batch.lse.empty()) copy_out(batch.lse.data(), lse_staging_.data(), batch.lse.size());
     }
     if (!query_reports.empty()) {
       copy_out(query_reports.data(), query_reports_.data(), query_reports.size());
@@ -440,11 +439,14 @@ class CudaBackend final : public Backend {
     return layers_[layer].table.data() + sequence.slot * layers_[layer].config.kv_heads;
   }
 
-  std::int64_t spare() const { return std::clamp(config_.chunk_tokens, kLeastSpare, kMostSpare); }
+  std::int64_t spare() const {
+    return std::clamp(config_.chunk_tokens.value_or(0), kLeastSpare, kMostSpare);
+  }
 
   DrawKey draw_key(std::uint64_t draw, std::size_t layer) const {
     const LayerConfig& c = layers_[layer].config;
-    return {config_.seed, draw, static_cast<std::uint32_t>(c.global_layer),
+    return {config_.seed, draw,
+            static_cast<std::uint32_t>(c.global_layer.value_or(static_cast<std::int64_t>(layer))),
             static_cast<std::uint32_t>(c.first_global_kv_head)};
   }
 
@@ -474,15 +476,14 @@ class CudaBackend final : public Backend {
     view.group = static_cast<int>(c.query_heads / c.kv_heads);
     view.key_dim = static_cast<int>(c.key_dim);
     view.value_dim = static_cast<int>(c.value_dim);
-    view.scale =
-        static_cast<float>(c.scale > 0 ? c.scale : 1 / std::sqrt(static_cast<double>(c.key_dim)));
-    view.soft_cap = static_cast<float>(c.soft_cap);
+    view.scale = logit_scale(c);
+    view.soft_cap = static_cast<float>(c.soft_cap.value_or(0));
     view.storage = config_.storage;
     view.sketch = largest_sketch_shape(config_.sketch.kind, config_.sketch.bits, view.key_dim);
-    const FetchConfig& fetch = config_.fetch;
+    const FetchRules fetch = fetch_rules(config_);
     view.mode = fetch.mode;
-    view.rules = {fetch.epsilon, log_two_over(fetch.delta), fetch.risk, fetch.probability};
-    view.cap = static_cast<float>(fetch.cap);
+    view.rules = fetch;
+    view.cap = fetch.cap;
     view.limit_tokens = fetch.limit_tokens;
   }
 
@@ -780,8 +781,8 @@ class CudaBackend final : public Backend {
   // By how many tokens, in whole chunks, the local window will have outgrown its size with `added`
   // more.
   std::int64_t outgrown_chunks(const LayerStore& store, std::int64_t added) const {
-    const std::int64_t chunk = config_.chunk_tokens;
-    if (chunk == 0 || config_.keep >= 1) return 0;
+    if (!config_.chunk_tokens || config_.keep >= 1) return 0;
+    const std::int64_t chunk = *config_.chunk_tokens;
     const std::int64_t outgrown =
         store.tokens() + added - store.compressed() - config_.local_tokens;
     return std::max<std::int64_t>(0, outgrown) / chunk * chunk;
@@ -792,7 +793,7 @@ class CudaBackend final : public Backend {
   // one, so they cannot share one here. There is such a chunk. Waits for the stream.
   void compress_outgrown_window(Sequence& sequence, std::size_t layer) {
     const LayerStore& store = *sequence.layers[layer];
-    const std::int64_t chunk = config_.chunk_tokens;
+    const std::int64_t chunk = *config_.chunk_tokens;
     const std::int64_t outgrown = outgrown_chunks(store, 0);
     // Each chunk has its own budget, but the window is rebuilt once: an append may bring many
     // chunks.
@@ -829,7 +830,7 @@ class CudaBackend final : public Backend {
       }
       const Sequence& sequence = find(id);
       slots_now_.push_back(static_cast<std::int32_t>(sequence.slot));
-      if (sequence.compressed_before[layer] && config_.chunk_tokens > 0) out_score_window = true;
+      if (sequence.compressed_before[layer] && config_.chunk_tokens) out_score_window = true;
     }
     // A graph may be replayed between any two steps, and any number of times. So captured steps
     // have an array of their own, written once in each capture, and the other stays what it was.
@@ -891,12 +892,8 @@ int cuda_device_count() noexcept {
 
 std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& config) {
   std::vector<std::string> reasons = unsupported_reasons(config);
-  if (config.fetch.order == FetchOrder::exact) {
-    reasons.emplace_back("the exact order of fetches; a device orders by key");
-  }
-  if (config.fetch.shortlist != 0) {
-    reasons.push_back("a shortlist of " + std::to_string(config.fetch.shortlist) +
-                      " tokens; on a device only 0 is supported");
+  if (config.study.order == FetchOrder::exact) {
+    reasons.emplace_back("the exact order of fetches; a device orders by worth");
   }
   return reasons;
 }

@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include <verkv/kv_cache_manager.hpp>
+#include <verkv/reports.hpp>
 #include <verkv/sample.hpp>
 
 #include "compress.hpp"

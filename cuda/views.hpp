@@ -8,7 +8,8 @@
 #include <cstdint>
 
 #include <verkv/fetch_plan.hpp>
-#include <verkv/kv_cache_manager.hpp>
+#include <verkv/reports.hpp>
+#include <verkv/settings.hpp>
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
@@ -65,7 +66,7 @@ struct LayerView {
   FetchMode mode = FetchMode::verified;
   StopRules rules;
   float cap = 2;
-  std::int64_t limit_tokens = 0;
+  std::int64_t limit_tokens = 0;  // 0: no limit
 
   VERKV_HD int query_heads() const { return kv_heads * group; }
   VERKV_HD std::int64_t row_bytes() const {

@@ -10,12 +10,10 @@
 #include <span>
 #include <string>
 
-#include <verkv/kv_cache_manager.hpp>
+#include <verkv/reports.hpp>
+#include <verkv/view.hpp>
 
 namespace verkv {
-
-// Throws InvalidArgument with all of unsupported_reasons(config), if there are any.
-void check_config(const CacheConfig& config);
 
 class Backend {
  public:

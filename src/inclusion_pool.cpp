@@ -35,7 +35,7 @@ void solve_pool(const CacheConfig& config, std::span<const PoolHead> heads, bool
       for (std::size_t i = sinks; i < head.odds.size(); ++i) head.odds[i] = odds_of(next++);
     }
   };
-  if (config.select == Selection::topk) {
+  if (config.study.select == Selection::topk) {
     std::vector<std::uint32_t> index(tau.size());
     std::vector<std::uint8_t> kept(tau.size());
     select_top_k(std::span<const float>(tau), static_cast<std::size_t>(budget + 0.5), index, kept);
@@ -43,8 +43,8 @@ void solve_pool(const CacheConfig& config, std::span<const PoolHead> heads, bool
     return;
   }
   std::vector<float> scratch(tau.size());
-  const FlooredInclusion inclusion = solve_inclusion(std::span<const float>(tau), budget,
-                                                     config.inclusion_floor, std::span(scratch));
+  const FlooredInclusion inclusion = solve_inclusion(
+      std::span<const float>(tau), budget, config.study.inclusion_floor, std::span(scratch));
   assign([&](std::size_t i) {
     return stored_odds(inclusion.probability(static_cast<double>(tau[i])));
   });

@@ -7,7 +7,7 @@
 #include <span>
 
 #include <verkv/config.hpp>
-#include <verkv/kv_cache_manager.hpp>
+#include <verkv/settings.hpp>
 #include <verkv/types.hpp>
 
 namespace verkv {

@@ -4,37 +4,23 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
 #include <verkv/inclusion.hpp>
-#include <verkv/sketch.hpp>
 
 #include "backend.hpp"
+#include "settings.hpp"
 
 namespace verkv {
 namespace {
 
-constexpr std::int64_t kMaxTokens =
-    (std::int64_t{1} << 32) - 1;            // a position is 32 bits of a Philox counter
-constexpr std::int64_t kMaxDim = 512;       // integer scores stay exact in binary32
-constexpr std::int64_t kMaxLayers = 65536;  // 16 bits of the counter each
-constexpr std::int64_t kMaxHeads = 65536;
-constexpr int kMaxThreads = 1024;
-constexpr std::int64_t kWindowMetadataBytes =
-    12;  // position and score of a token of the local window
-
-// Scales and caps are used in binary32.
-constexpr double kSmallestFactor = 1e-30;
-constexpr double kLargestFactor = 1e30;
-
-bool computable(double factor) {
-  return factor == 0 || (factor >= kSmallestFactor && factor <= kLargestFactor);
-}
-
-bool in_open_unit(double x) { return x > 0 && x < 1; }
+// A position is 32 bits of a Philox counter.
+constexpr std::int64_t kMaxTokens = (std::int64_t{1} << 32) - 1;
+// Position and score of a token of the local window.
+constexpr std::int64_t kWindowMetadataBytes = 12;
 
 template <class... Args>
 [[noreturn]] void invalid(fmt::format_string<Args...> text, Args&&... args) {
@@ -42,6 +28,10 @@ template <class... Args>
 }
 
 void check_rows(const char* what, const TensorView& view, std::int64_t heads, std::int64_t dim) {
+  if (!is_known(view.type)) {
+    invalid("{}: element type {}; f32, f16 and bf16 are supported", what,
+            static_cast<int>(view.type));
+  }
   if (view.tokens < 0) invalid("{}: {} tokens; the number cannot be negative", what, view.tokens);
   if (view.heads != heads) invalid("{}: {} heads given, the layer has {}", what, view.heads, heads);
   if (view.dim != dim) invalid("{}: head size {} given, the layer has {}", what, view.dim, dim);
@@ -88,114 +78,6 @@ Place first_not_finite(const TensorView& view) {
 }
 
 }  // namespace
-
-std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
-  std::vector<std::string> reasons;
-  const auto add = [&reasons]<class... Args>(fmt::format_string<Args...> text, Args&&... args) {
-    reasons.push_back(fmt::format(text, std::forward<Args>(args)...));
-  };
-  if (config.layers.empty()) add("no layers; at least one is needed");
-  if (static_cast<std::int64_t>(config.layers.size()) > kMaxLayers) {
-    add("{} layers; at most {} are supported", config.layers.size(), kMaxLayers);
-  }
-  for (std::size_t i = 0; i < config.layers.size(); ++i) {
-    const LayerConfig& layer = config.layers[i];
-    if (!layer.cached) continue;
-    if (layer.kv_heads < 1 || layer.kv_heads > kMaxHeads || layer.first_global_kv_head < 0 ||
-        layer.first_global_kv_head > kMaxHeads - layer.kv_heads) {
-      add("layer {}: {} KV heads from global head {}; 1 to {} in all are supported", i,
-          layer.kv_heads, layer.first_global_kv_head, kMaxHeads);
-    } else if (layer.query_heads < 1 || layer.query_heads % layer.kv_heads != 0) {
-      add("layer {}: {} query heads are not a positive multiple of {} KV heads", i,
-          layer.query_heads, layer.kv_heads);
-    } else if (layer.query_heads > kMaxHeads) {
-      add("layer {}: {} query heads; at most {} are supported", i, layer.query_heads, kMaxHeads);
-    }
-    if (layer.key_dim < 1 || layer.key_dim > kMaxDim) {
-      add("layer {}: key head size {}; 1 to {} are supported", i, layer.key_dim, kMaxDim);
-    }
-    if (layer.value_dim < 1 || layer.value_dim > kMaxDim) {
-      add("layer {}: value head size {}; 1 to {} are supported", i, layer.value_dim, kMaxDim);
-    }
-    if (!computable(layer.scale)) {
-      add("layer {}: scale {}; {} to {} are supported, or 0 for 1/sqrt(head size)", i, layer.scale,
-          kSmallestFactor, kLargestFactor);
-    }
-    if (!computable(layer.soft_cap)) {
-      add("layer {}: soft cap {}; {} to {} are supported, or 0 for none", i, layer.soft_cap,
-          kSmallestFactor, kLargestFactor);
-    }
-    if (layer.window != 0) {
-      add("layer {}: sliding window of {} tokens; only layers without a window are supported (set "
-          "cached "
-          "to false to leave the layer to the engine)",
-          i, layer.window);
-    }
-    if (layer.global_layer >= kMaxLayers || layer.global_layer < -1) {
-      add("layer {}: global layer {}; -1 to {} are supported", i, layer.global_layer,
-          kMaxLayers - 1);
-    }
-  }
-  if (!(config.keep > 0 && config.keep <= 1)) add("keep {}; must lie in (0, 1]", config.keep);
-  if (!(config.inclusion_floor >= 0 && config.inclusion_floor <= config.keep &&
-        config.inclusion_floor < 1)) {
-    add("inclusion floor {}; must lie in [0, keep = {}] and below 1", config.inclusion_floor,
-        config.keep);
-  }
-  if (config.sink_tokens < 0) add("{} sink tokens; cannot be negative", config.sink_tokens);
-  if (config.local_tokens < 0) add("{} local tokens; cannot be negative", config.local_tokens);
-  if (config.chunk_tokens < 0) add("{} chunk tokens; cannot be negative", config.chunk_tokens);
-  const SketchConfig& sketch = config.sketch;
-  if (sketch.kind == SketchKind::calibrated && (sketch.bits < 2 || sketch.bits > 4)) {
-    add("a sketch of {} bits; 2, 3 and 4 are supported", sketch.bits);
-  }
-  const FetchConfig& fetch = config.fetch;
-  if (fetch.epsilon != kOff && !in_open_unit(fetch.epsilon)) {
-    add("epsilon {}; must lie in (0, 1), or be off (infinite)", fetch.epsilon);
-  }
-  if (!in_open_unit(fetch.delta)) add("delta {}; must lie in (0, 1)", fetch.delta);
-  if (!(fetch.risk > 0)) add("risk {}; must be above 0, or off (infinite)", fetch.risk);
-  if (!(fetch.probability > 0))
-    add("probability {}; must be above 0, or off (infinite)", fetch.probability);
-  if (!(fetch.cap >= 1)) add("cap {}; must be at least 1, or off (infinite)", fetch.cap);
-  if (fetch.shortlist < 0) add("shortlist of {} tokens; cannot be negative", fetch.shortlist);
-  if (fetch.limit_tokens < 0)
-    add("fetch limit of {} tokens; cannot be negative", fetch.limit_tokens);
-  if (config.threads < 0 || config.threads > kMaxThreads) {
-    add("{} threads; 0 (one per hardware thread) to {} are supported", config.threads, kMaxThreads);
-  }
-  if (config.fast_bytes_limit < 0)
-    add("fast tier limit of {} bytes; cannot be negative", config.fast_bytes_limit);
-  if (config.host_bytes_limit < 0)
-    add("host tier limit of {} bytes; cannot be negative", config.host_bytes_limit);
-  return reasons;
-}
-
-void check_config(const CacheConfig& config) {
-  const std::vector<std::string> reasons = unsupported_reasons(config);
-  if (!reasons.empty()) throw InvalidArgument(fmt::format("{}", fmt::join(reasons, "; ")));
-}
-
-double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType storage,
-                           const SketchConfig& sketch) {
-  if (!(fast_share > 0 && fast_share <= 1))
-    invalid("fast share {}; must lie in (0, 1]", fast_share);
-  if (layer.key_dim < 1 || layer.value_dim < 1) {
-    invalid("head sizes {} and {}; both must be positive", layer.key_dim, layer.value_dim);
-  }
-  const double full = static_cast<double>(layer.key_dim + layer.value_dim) *
-                      static_cast<double>(size_bytes(storage));
-  // Per token: codes and scale of the sketch, and odds; per resident: its row and its 4-byte
-  // position. The matrices of the sketch are of one sequence, not of a token: not counted.
-  const double code_bits = static_cast<double>((layer.key_dim + 3) / 4 * 4 * sketch.bits);
-  const double fixed = (sketch.kind == SketchKind::exact ? 0 : code_bits / 8 + 2) + 2;
-  const double keep = (fast_share * full - fixed) / (full + 4);
-  if (!(keep > 0)) {
-    invalid("a fast share of {} cannot hold the sketch; it needs more than {:.4f}", fast_share,
-            fixed / full);
-  }
-  return std::min(1.0, keep);
-}
 
 struct KvCacheManager::Impl {
   // Calls share the backend's threads and workspaces, so they take turns.
@@ -345,17 +227,17 @@ void KvCacheManager::append(SequenceId sequence, std::int64_t layer_index, const
                                     held + keys.tokens, kMaxTokens));
   }
   const CacheConfig& config = impl_->config;
-  if (config.host_bytes_limit > 0 || config.fast_bytes_limit > 0) {
+  if (config.host_bytes_limit || config.fast_bytes_limit) {
     const std::int64_t rows = keys.tokens * layer.kv_heads;
     const std::int64_t added = rows * (layer.key_dim + layer.value_dim) *
                                static_cast<std::int64_t>(size_bytes(config.storage));
     const MemoryReport now = impl_->total();
     const auto check = [](const char* tier, std::int64_t used, std::int64_t wanted,
-                          std::int64_t limit) {
-      if (limit > 0 && used + wanted > limit) {
+                          std::optional<std::int64_t> limit) {
+      if (limit && used + wanted > *limit) {
         throw CapacityError(
             fmt::format("{} tier: {} bytes in use and {} more wanted, the limit is {}", tier, used,
-                        wanted, limit));
+                        wanted, *limit));
       }
     };
     check("host", now.host_bytes, added, config.host_bytes_limit);
@@ -427,9 +309,16 @@ void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) 
   if (batch.queries.tokens != rows) {
     invalid("queries of {} rows for {} sequences", batch.queries.tokens, rows);
   }
-  if (rows > 0 && batch.output == nullptr) invalid("null output for {} rows", rows);
   const std::size_t query_count = static_cast<std::size_t>(rows * layer.query_heads);
   const std::size_t kv_count = static_cast<std::size_t>(rows * layer.kv_heads);
+  const std::size_t output_count = query_count * static_cast<std::size_t>(layer.value_dim);
+  if (batch.output.size() != output_count) {
+    invalid("output of {} numbers for {} rows of {} heads of {}", batch.output.size(), rows,
+            layer.query_heads, layer.value_dim);
+  }
+  if (!batch.lse.empty() && batch.lse.size() != query_count) {
+    invalid("LSE of {} numbers for {} rows of {} heads", batch.lse.size(), rows, layer.query_heads);
+  }
   if (!batch.query_reports.empty() && batch.query_reports.size() != query_count) {
     invalid("{} query head reports for {} rows of {} heads", batch.query_reports.size(), rows,
             layer.query_heads);

@@ -299,8 +299,8 @@ struct Contents {
   std::int64_t prompt_tokens = 0;
   std::int64_t steps = 0;
   double scale = 0;
-  double soft_cap = 0;
-  std::int64_t window = 0;
+  std::optional<double> soft_cap;
+  std::optional<std::int64_t> window;
   std::map<std::string, std::string> metadata;
 };
 
@@ -599,14 +599,14 @@ class Loader {
       const auto value = parse_real(*cap);
       if (!value || *value < 0)
         complaints_.fail("metadata 'soft_cap' is {}, not a number of 0 or more", in_quotes(*cap));
-      out.soft_cap = *value;
+      if (*value > 0) out.soft_cap = *value;
     }
     if (const std::string* window = text("window")) {
       const auto value = parse_count(*window);
       if (!value)
         complaints_.fail("metadata 'window' is {}, not a whole number of 0 or more",
                          in_quotes(*window));
-      out.window = *value;
+      if (*value > 0) out.window = *value;
     }
   }
 
@@ -637,8 +637,8 @@ const std::vector<RecordedLayer>& RecordedCache::layers() const { return impl_->
 std::int64_t RecordedCache::prompt_tokens() const { return impl_->prompt_tokens; }
 std::int64_t RecordedCache::steps() const { return impl_->steps; }
 double RecordedCache::scale() const { return impl_->scale; }
-double RecordedCache::soft_cap() const { return impl_->soft_cap; }
-std::int64_t RecordedCache::window() const { return impl_->window; }
+std::optional<double> RecordedCache::soft_cap() const { return impl_->soft_cap; }
+std::optional<std::int64_t> RecordedCache::window() const { return impl_->window; }
 const std::map<std::string, std::string>& RecordedCache::metadata() const {
   return impl_->metadata;
 }

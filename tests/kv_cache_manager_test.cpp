@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <new>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -101,7 +102,6 @@ using verkv::FetchOrder;
 using verkv::ImportanceView;
 using verkv::InvalidArgument;
 using verkv::kNoSequence;
-using verkv::kOff;
 using verkv::KvCacheManager;
 using verkv::KvHeadReport;
 using verkv::LayerConfig;
@@ -113,6 +113,7 @@ using verkv::Selection;
 using verkv::SequenceId;
 using verkv::SketchKind;
 using verkv::TensorView;
+using verkv::reference::kInfinite;
 using verkv::reference::Random;
 using verkv::reference::Vector;
 using verkv::test::backend;
@@ -122,8 +123,17 @@ using verkv::test::trials;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+const std::vector<std::optional<double>> kCaps{1, 2, std::nullopt};
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+template <class T>
+std::string shown(const std::optional<T>& setting) {
+  if (!setting) return "off";
+  std::ostringstream text;
+  text << *setting;
+  return text.str();
+}
 
 // ---- Data ----
 
@@ -222,8 +232,8 @@ Result attend(KvCacheManager& cache, std::int64_t layer, const std::vector<Seque
   AttendBatch batch;
   batch.sequences = sequences;
   batch.queries = queries;
-  batch.output = result.output.data();
-  batch.lse = result.lse.data();
+  batch.output = result.output;
+  batch.lse = result.lse;
   batch.query_reports = result.query;
   batch.kv_reports = result.kv;
   cache.attend(layer, batch);
@@ -328,8 +338,8 @@ class Mirror {
         heads[h].window_steps.push_back(0);
       }
     }
-    if (!compressed_before_[size(layer)] || config_.chunk_tokens == 0 || config_.keep >= 1) return;
-    const std::size_t chunk = size(config_.chunk_tokens);
+    if (!compressed_before_[size(layer)] || !config_.chunk_tokens || config_.keep >= 1) return;
+    const std::size_t chunk = size(*config_.chunk_tokens);
     while (heads[0].window_square.size() >= size(config_.local_tokens) + chunk) {
       std::vector<verkv::reference::PoolHead> pool;
       for (const MirrorHead& head : heads) {
@@ -409,6 +419,7 @@ class Mirror {
     verkv::reference::HeadCase result;
     result.layer = config_.layers[size(layer)];
     result.fetch = config_.fetch;
+    result.study = config_.study;
     result.sketch = config_.sketch;
     result.key = m.key;
     result.value = m.value;
@@ -485,8 +496,7 @@ class Mirror {
 
   verkv::DrawKey key(std::int64_t layer, std::size_t h) const {
     const LayerConfig& c = config_.layers[size(layer)];
-    return {config_.seed, draw_,
-            static_cast<std::uint32_t>(c.global_layer < 0 ? layer : c.global_layer),
+    return {config_.seed, draw_, static_cast<std::uint32_t>(c.global_layer.value_or(layer)),
             static_cast<std::uint32_t>(c.first_global_kv_head) + static_cast<std::uint32_t>(h)};
   }
 
@@ -611,12 +621,14 @@ void compare(const CacheConfig& config, std::int64_t layer, const Result& result
         text << "epsilon " << epsilon << ", expected " << query.epsilon;
         tally.fail(text.str());
       }
-      if (result.query[at].certified != (epsilon < kOff && epsilon <= config.fetch.epsilon)) {
+      const bool certified =
+          epsilon < kInfinite && epsilon <= config.fetch.epsilon.value_or(kInfinite);
+      if (result.query[at].certified != certified) {
         tally.fail(text.str() + "certified at " + std::to_string(epsilon));
       }
       const double lse = static_cast<double>(result.lse[at]);
-      const bool empty = query.lse == -kOff;
-      if (empty ? lse != -kOff
+      const bool empty = query.lse == -kInfinite;
+      if (empty ? lse != -kInfinite
                 : !(std::fabs(lse - query.lse) <= tolerance.lse + 1e-6 * std::fabs(query.lse))) {
         tally.fail(text.str() + "LSE " + std::to_string(lse) + ", expected " +
                    std::to_string(query.lse));
@@ -647,8 +659,8 @@ void report(const Tally& tally) {
 // ---- What the backend can do ----
 
 std::vector<FetchOrder> orders() {
-  return backend().exact_order ? std::vector<FetchOrder>{FetchOrder::key, FetchOrder::exact}
-                               : std::vector<FetchOrder>{FetchOrder::key};
+  return backend().exact_order ? std::vector<FetchOrder>{FetchOrder::worth, FetchOrder::exact}
+                               : std::vector<FetchOrder>{FetchOrder::worth};
 }
 
 std::vector<bool> vector_codes() {
@@ -676,7 +688,7 @@ CacheConfig small_config() {
   config.local_tokens = 8;
   config.chunk_tokens = 16;
   config.fetch.epsilon = 0.2;
-  config.fetch.risk = kOff;
+  config.fetch.risk.reset();
   config.threads = 1;
   config.seed = 7;
   return config;
@@ -704,11 +716,11 @@ Drawn random_setting(Random& random) {
   drawn.tokens = random.below(24) == 0 ? 2049 : one_of(random, lengths);
   c.storage = one_of(random, std::vector<DType>{DType::f32, DType::f16, DType::bf16});
   c.pool = one_of(random, std::vector<Pool>{Pool::head, Pool::layer, Pool::sequence});
-  c.select = random.below(4) == 0 ? Selection::topk : Selection::poisson;
-  c.inclusion_floor = random.below(4) == 0 ? c.keep / 4 : 0;
+  c.study.select = random.below(4) == 0 ? Selection::topk : Selection::poisson;
+  c.study.inclusion_floor = random.below(4) == 0 ? c.keep / 4 : 0;
   c.seed = random.bits();
   c.threads = 1;
-  c.chunk_tokens = 0;
+  c.chunk_tokens.reset();
   const std::int64_t budget = static_cast<std::int64_t>(c.keep * static_cast<double>(drawn.tokens));
   c.sink_tokens = one_of(random, std::vector<std::int64_t>{0, 1, 4});
   // The window: none, some, exactly what the budget can pay or one to either side, larger than
@@ -723,8 +735,8 @@ Drawn random_setting(Random& random) {
                                                              {SketchKind::calibrated, 2},
                                                              {SketchKind::calibrated, 3},
                                                              {SketchKind::calibrated, 4}});
-  c.fetch.epsilon = kOff;
-  c.fetch.risk = kOff;
+  c.fetch.epsilon.reset();
+  c.fetch.risk.reset();
   c.fetch.delta = one_of(random, std::vector<double>{0.05, 0.1, 0.3});
   const double epsilon = one_of(random, std::vector<double>{0.02, 0.1, 0.3, 0.8});
   const double risk = one_of(random, std::vector<double>{1e-6, 1e-4, 1e-2});
@@ -740,7 +752,7 @@ Drawn random_setting(Random& random) {
       c.fetch.risk = risk;
       break;
     case 3:
-      c.fetch.probability = one_of(random, std::vector<double>{1e-3, 1e-2, 0.1});
+      c.study.probability = one_of(random, std::vector<double>{1e-3, 1e-2, 0.1});
       break;
     case 4:
       c.fetch.mode = FetchMode::never;
@@ -751,14 +763,12 @@ Drawn random_setting(Random& random) {
     default:
       c.fetch.epsilon = epsilon;
       c.fetch.risk = 1e-3;
-      c.fetch.probability = 0.01;
+      c.study.probability = 0.01;
       break;
   }
-  if (backend().exact_order && drawn.tokens <= 65) {
-    if (random.below(4) == 0) c.fetch.order = FetchOrder::exact;
-    if (random.below(4) == 0) c.fetch.shortlist = 5;
-  }
-  c.fetch.cap = one_of(random, std::vector<double>{1, 2, kOff});
+  if (backend().exact_order && drawn.tokens <= 65 && random.below(4) == 0)
+    c.study.order = FetchOrder::exact;
+  c.study.cap = one_of(random, kCaps);
   if (random.below(6) == 0)
     c.fetch.limit_tokens = one_of(random, std::vector<std::int64_t>{1, 5, 20});
 
@@ -771,8 +781,8 @@ Drawn random_setting(Random& random) {
                                  random.below(3) == 0 ? 48 : dim);
     if (drawn.tokens > 200) layer.kv_heads = 1;
     if (drawn.tokens > 200) layer.query_heads = group;
-    layer.soft_cap = random.below(4) == 0 ? 5 : 0;
-    layer.scale = random.below(4) == 0 ? 0.11 : 0;
+    if (random.below(4) == 0) layer.soft_cap = 5;
+    if (random.below(4) == 0) layer.scale = 0.11;
     layer.first_global_kv_head = random.below(3) == 0 ? 4 : 0;
     c.layers.push_back(layer);
   }
@@ -785,15 +795,15 @@ Drawn random_setting(Random& random) {
   std::ostringstream text;
   text << "n " << drawn.tokens << ", d " << c.layers[0].key_dim << ", group "
        << c.layers[0].query_heads / c.layers[0].kv_heads << ", layers " << layers << ", "
-       << verkv::name(c.storage) << ", keep " << c.keep << ", floor " << c.inclusion_floor
-       << ", pool " << static_cast<int>(c.pool) << ", select " << static_cast<int>(c.select)
+       << verkv::name(c.storage) << ", keep " << c.keep << ", floor " << c.study.inclusion_floor
+       << ", pool " << static_cast<int>(c.pool) << ", select " << static_cast<int>(c.study.select)
        << ", sink " << c.sink_tokens << ", local " << c.local_tokens << ", sketch "
        << static_cast<int>(c.sketch.kind) << "/" << c.sketch.bits << ", mode "
-       << static_cast<int>(c.fetch.mode) << ", eps " << c.fetch.epsilon << ", risk " << c.fetch.risk
-       << ", p " << c.fetch.probability << ", order " << static_cast<int>(c.fetch.order)
-       << ", shortlist " << c.fetch.shortlist << ", cap " << c.fetch.cap << ", limit "
-       << c.fetch.limit_tokens << ", spread " << drawn.logit_spread << ", scores "
-       << static_cast<int>(drawn.scores) << ", soft cap " << c.layers[0].soft_cap;
+       << static_cast<int>(c.fetch.mode) << ", eps " << shown(c.fetch.epsilon) << ", risk "
+       << shown(c.fetch.risk) << ", p " << shown(c.study.probability) << ", order "
+       << static_cast<int>(c.study.order) << ", cap " << shown(c.study.cap) << ", limit "
+       << shown(c.fetch.limit_tokens) << ", spread " << drawn.logit_spread << ", scores "
+       << static_cast<int>(drawn.scores) << ", soft cap " << shown(c.layers[0].soft_cap);
   drawn.text = text.str();
   return drawn;
 }
@@ -915,7 +925,8 @@ Dense dense(const CacheConfig& config, std::int64_t layer, const Block& keys, co
   };
   result.lse = verkv::dense_attention(
       keys.tokens, std::span<const double>(q), verkv::reference::attention_scale(shape),
-      shape.soft_cap, [&](std::int64_t i, std::int64_t j) { return element(keys, i, j); },
+      shape.soft_cap.value_or(0),
+      [&](std::int64_t i, std::int64_t j) { return element(keys, i, j); },
       [&](std::int64_t i, std::int64_t j) { return element(values, i, j); },
       std::span<double>(logit), std::span<double>(result.output));
   return result;
@@ -965,7 +976,7 @@ TEST_CASE("Everything resident, and everything fetched, reproduce dense attentio
     for (const DType storage : {DType::f32, DType::f16, DType::bf16}) {
       for (const std::int64_t n : {1, 17, 129, 700}) {
         if (n > 200 && backend().thinning > 1) continue;
-        for (const double soft_cap : {0.0, 4.0}) {
+        for (const std::optional<double> soft_cap : {std::optional<double>(), std::optional(4.0)}) {
           CacheConfig config = small_config();
           config.storage = storage;
           config.keep = c.keep;
@@ -979,7 +990,8 @@ TEST_CASE("Everything resident, and everything fetched, reproduce dense attentio
           const Block queries = random_block(random, 1, 10, 80, 1.5);
           const Result result = attend(*filled.cache, 0, {filled.sequence}, queries);
           const Error error = worst_error(config, 0, filled, queries, 0, result);
-          INFO(c.name << ", " << verkv::name(storage) << ", n " << n << ", soft cap " << soft_cap);
+          INFO(c.name << ", " << verkv::name(storage) << ", n " << n << ", soft cap "
+                      << shown(soft_cap));
           // 80 rounded products of a logit of some tens, then binary32 sums.
           CHECK(error.output < 2e-5);
           CHECK(error.lse < 2e-5);
@@ -1005,7 +1017,7 @@ TEST_CASE("Logits of plus and minus 1e4 stay exact where everything is read") {
   for (const bool vector_code : vector_codes()) {
     for (const double keep : {1.0, 0.1}) {
       CacheConfig config = small_config();
-      config.vector_code = vector_code;
+      config.study.vector_code = vector_code;
       config.keep = keep;
       config.fetch.mode = keep < 1 ? FetchMode::always : FetchMode::verified;
       const std::int64_t n = 300;
@@ -1040,9 +1052,9 @@ TEST_CASE("A step with logits of plus and minus 1e4 agrees with the reference") 
   for (int trial = 0; trial < trials(60); ++trial) {
     CacheConfig config = small_config();
     config.sketch.bits = 2 + trial % 3;
-    config.fetch.cap = one_of(random, std::vector<double>{1, 2, kOff});
+    config.study.cap = one_of(random, kCaps);
     config.fetch.mode = trial % 2 == 0 ? FetchMode::never : FetchMode::verified;
-    config.fetch.limit_tokens = trial % 4 == 1 ? 2 : 0;
+    if (trial % 4 == 1) config.fetch.limit_tokens = 2;
     config.sink_tokens = trial % 5 == 0 ? 0 : 2;
     config.local_tokens = trial % 5 == 0 ? 0 : 8;
     config.keep = 0.5;
@@ -1075,7 +1087,7 @@ TEST_CASE("A drawn token that the plan takes for nothing is capped, wherever the
     config.keep = 0.5;
     config.sink_tokens = 0;
     config.local_tokens = 0;
-    config.fetch.cap = cap;
+    config.study.cap = cap;
     const std::int64_t n = 400;
     const std::vector<Scores> scores = {random_scores(random, 1, n, ScoreKind::equal)};
     Block keys = random_block(random, n, 1, 64, 1);
@@ -1147,8 +1159,10 @@ TEST_CASE("One dominant key that is not resident is fetched by either rule") {
         config.layers = {layer_of(1, 2, 128, 128)};
         config.keep = 0.05;
         config.sketch.kind = sketch;
-        config.fetch.epsilon = certificate ? 0.05 : kOff;
-        config.fetch.risk = certificate ? kOff : 1e-4;
+        config.fetch.epsilon.reset();
+        config.fetch.risk.reset();
+        if (certificate) config.fetch.epsilon = 0.05;
+        if (!certificate) config.fetch.risk = 1e-4;
         const std::int64_t n = 400;
         Block keys = random_block(random, n, 1, 128, 1);
         const Block queries = random_block(random, 1, 2, 128, 1);
@@ -1179,7 +1193,7 @@ TEST_CASE("Importance without any information keeps what the budget allows") {
         CacheConfig config = small_config();
         config.layers = {layer_of(2, 1, 64, 64), layer_of(3, 1, 64, 64)};
         config.pool = pool;
-        config.select = select;
+        config.study.select = select;
         config.keep = 0.25;
         config.sketch.kind = SketchKind::exact;  // no matter here, and quickly made
         const std::int64_t n = 1000;
@@ -1273,9 +1287,8 @@ std::vector<CacheConfig> story_configs() {
     if (kind == 1) config.sketch = {SketchKind::exact, 2};
     if (kind == 3) config.sketch.bits = 3;
     if (kind == 4) config.sketch.bits = 4;
-    if (kind == 1 && backend().exact_order) config.fetch.order = FetchOrder::exact;
-    if (kind == 2 && backend().exact_order) config.fetch.shortlist = 8;
-    config.fetch.risk = kind == 3 ? 1e-4 : kOff;
+    if (kind == 1 && backend().exact_order) config.study.order = FetchOrder::exact;
+    if (kind == 3) config.fetch.risk = 1e-4;
     if (kind == 4) config.fetch.limit_tokens = 10;
     configs.push_back(config);
   }
@@ -1299,7 +1312,7 @@ TEST_CASE("Threads and vector code change no bit", "[cpu]") {
     for (const Case& c : {Case{2, true}, Case{3, true}, Case{1, false}}) {
       CacheConfig config = base;
       config.threads = c.threads;
-      config.vector_code = c.vector_code;
+      config.study.vector_code = c.vector_code;
       INFO("threads " << c.threads << ", vector code " << c.vector_code << ", sketch "
                       << static_cast<int>(base.sketch.kind) << "/" << base.sketch.bits);
       CHECK(same(tell(config, story), expected));
@@ -1557,7 +1570,7 @@ TEST_CASE("A long decode stays small, follows the reference and keeps its promis
       const std::int64_t compressed = filled.cache->compressed_tokens(filled.sequence, 0);
       REQUIRE(held == prefill + step + 1);
       REQUIRE(compressed == static_cast<std::int64_t>(mirror.head(0, 0).odds.size()));
-      REQUIRE(held - compressed < config.local_tokens + config.chunk_tokens);
+      REQUIRE(held - compressed < config.local_tokens + *config.chunk_tokens);
       REQUIRE(held - compressed >= config.local_tokens);
       const Result result = attend(*filled.cache, 0, {filled.sequence}, queries);
       const bool checked = step % 20 == 0;
@@ -1622,7 +1635,7 @@ TEST_CASE("A window token that always gets the attention is kept") {
       mirror.attend(0, same_queries, 0, false);
     }
     REQUIRE(filled.cache->compressed_tokens(filled.sequence, 0) > 60);
-    CHECK(mirror.head(0, 0).odds[60] == kOff);
+    CHECK(mirror.head(0, 0).odds[60] == kInfinite);
     // Its weight is nearly all of D, so what the step reports tells whether it is resident: nothing
     // to fetch.
     const Result result = attend(*filled.cache, 0, {filled.sequence}, same_queries);
@@ -1638,7 +1651,7 @@ TEST_CASE("Window scores survive a sketch that is far off") {
   CacheConfig config = small_config();
   config.layers = {layer_of(1, 1, 64, 64)};
   config.fetch.mode = FetchMode::never;
-  config.fetch.cap = kOff;
+  config.study.cap.reset();
   config.keep = 0.5;
   config.sink_tokens = 0;
   config.chunk_tokens = 16;
@@ -1937,7 +1950,7 @@ TEST_CASE("Bad batches are refused and change nothing") {
   AttendBatch good;
   good.sequences = both;
   good.queries = victim.queries.view();
-  good.output = output.data();
+  good.output = output;
   const auto refused = [&](const AttendBatch& batch, std::int64_t layer,
                            const std::vector<std::string>& parts) {
     check_names(error_of<InvalidArgument>([&] { cache.attend(layer, batch); }), parts);
@@ -1961,8 +1974,13 @@ TEST_CASE("Bad batches are refused and change nothing") {
   bad.queries.data = nullptr;
   refused(bad, 0, {"queries", "null"});
   bad = good;
-  bad.output = nullptr;
-  refused(bad, 0, {"output", "2"});
+  bad.output = {};
+  refused(bad, 0, {"output", "0", "2"});
+  bad.output = std::span(output).first(output.size() - 1);
+  refused(bad, 0, {"output", "575", "2", "6", "48"});
+  bad = good;
+  bad.lse = std::span(output).first(11);
+  refused(bad, 0, {"LSE", "11", "2", "6"});
   bad = good;
   bad.query_reports = std::span(query_reports).first(11);
   refused(bad, 0, {"11", "2", "6"});
@@ -2009,25 +2027,25 @@ TEST_CASE("A configuration that cannot be served is refused with every reason") 
   };
   CHECK(reasons_against(small_config()).empty());
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  for (const double x : {0.0, 1.0, -0.1, 1.5, nan, -kOff}) {
+  for (const double x : {0.0, 1.0, -0.1, 1.5, nan, -kInfinite, kInfinite}) {
     refused([x](CacheConfig& c) { c.fetch.epsilon = x; }, {"epsilon", "(0, 1)"});
     refused([x](CacheConfig& c) { c.fetch.delta = x; }, {"delta", "(0, 1)"});
   }
   refused([](CacheConfig& c) { c.fetch.epsilon = 1.5; }, {"1.5"});
-  refused([](CacheConfig& c) { c.fetch.delta = kOff; }, {"delta"});
-  for (const double x : {0.0, -0.25, 1.25, nan, kOff}) {
+  refused([](CacheConfig& c) { c.fetch.delta = kInfinite; }, {"delta"});
+  for (const double x : {0.0, -0.25, 1.25, nan, kInfinite}) {
     refused([x](CacheConfig& c) { c.keep = x; }, {"keep", "(0, 1]"});
   }
   refused([](CacheConfig& c) { c.keep = 1.25; }, {"1.25"});
-  for (const double x : {0.0, -1.0, nan}) {
+  for (const double x : {0.0, -1.0, nan, kInfinite}) {
     refused([x](CacheConfig& c) { c.fetch.risk = x; }, {"risk", "0"});
-    refused([x](CacheConfig& c) { c.fetch.probability = x; }, {"probability", "0"});
+    refused([x](CacheConfig& c) { c.study.probability = x; }, {"probability", "0"});
   }
-  for (const double x : {0.0, 0.99, -2.0, nan}) {
-    refused([x](CacheConfig& c) { c.fetch.cap = x; }, {"cap", "1"});
+  for (const double x : {0.0, 0.99, -2.0, nan, kInfinite}) {
+    refused([x](CacheConfig& c) { c.study.cap = x; }, {"cap", "1"});
   }
   for (const double x : {-0.1, 0.3, nan}) {
-    refused([x](CacheConfig& c) { c.inclusion_floor = x; }, {"floor", "0.2"});
+    refused([x](CacheConfig& c) { c.study.inclusion_floor = x; }, {"floor", "0.2"});
   }
   const std::int64_t huge = std::numeric_limits<std::int64_t>::max();
   refused([](CacheConfig& c) { c.layers.clear(); }, {"layer"});
@@ -2046,20 +2064,24 @@ TEST_CASE("A configuration that cannot be served is refused with every reason") 
     refused([dim](CacheConfig& c) { c.layers[0].value_dim = dim; },
             {"layer 0", "value", std::to_string(dim), "512"});
   }
-  for (const double x : {-1.0, nan, kOff}) {
+  for (const double x : {0.0, -1.0, nan, kInfinite}) {
     refused([x](CacheConfig& c) { c.layers[0].scale = x; }, {"layer 0", "scale"});
     refused([x](CacheConfig& c) { c.layers[0].soft_cap = x; }, {"layer 0", "soft cap"});
   }
   refused([](CacheConfig& c) { c.layers[0].window = 4096; }, {"layer 0", "4096", "window"});
   refused([](CacheConfig& c) { c.layers[0].global_layer = 65536; }, {"layer 0", "65536", "65535"});
+  refused([](CacheConfig& c) { c.layers[0].window = 0; }, {"layer 0", "0", "window"});
   refused([](CacheConfig& c) { c.layers[0].global_layer = -2; }, {"layer 0", "-2"});
+  refused([](CacheConfig& c) { c.layers[0].global_layer = -1; }, {"layer 0", "-1"});
   refused([](CacheConfig& c) { c.sink_tokens = -1; }, {"-1", "sink"});
   refused([](CacheConfig& c) { c.local_tokens = -3; }, {"-3", "local"});
   refused([](CacheConfig& c) { c.chunk_tokens = -2; }, {"-2", "chunk"});
+  refused([](CacheConfig& c) { c.chunk_tokens = 0; }, {"0", "chunk"});
   refused([](CacheConfig& c) { c.sketch.bits = 5; }, {"5", "2, 3 and 4"});
   refused([](CacheConfig& c) { c.sketch.bits = 1; }, {"1", "2, 3 and 4"});
-  refused([](CacheConfig& c) { c.fetch.shortlist = -1; }, {"-1", "shortlist"});
   refused([](CacheConfig& c) { c.fetch.limit_tokens = -7; }, {"-7", "limit"});
+  refused([](CacheConfig& c) { c.fetch.limit_tokens = 0; }, {"0", "limit"});
+  refused([](CacheConfig& c) { c.threads = 0; }, {"0 threads", "1"});
   refused([](CacheConfig& c) { c.fast_bytes_limit = -8; }, {"-8", "fast"});
   refused([](CacheConfig& c) { c.host_bytes_limit = -9; }, {"-9", "host"});
 
@@ -2083,13 +2105,12 @@ TEST_CASE("A configuration that cannot be served is refused with every reason") 
 TEST_CASE("Settings beyond every length of a cache are served") {
   Random random(24);
   const std::int64_t huge = std::numeric_limits<std::int64_t>::max();
-  for (const int which : {0, 1, 2, 3, 4}) {
+  for (const int which : {0, 1, 2, 3}) {
     CacheConfig config = small_config();
     if (which == 0) config.local_tokens = huge;
     if (which == 1) config.sink_tokens = huge;
     if (which == 2) config.chunk_tokens = huge;
     if (which == 3) config.fetch.limit_tokens = huge;
-    if (which == 4 && backend().exact_order) config.fetch.shortlist = huge;
     const Filled filled =
         fill(config, {random_block(random, 100, 2, 64, 1)}, {random_block(random, 100, 2, 64, 1)},
              {random_scores(random, 2, 100, ScoreKind::random)});
@@ -2168,10 +2189,10 @@ TEST_CASE("Overflowing logits never certify") {
           for (const float magnitude : {1e30f, 3.4e38f}) {
             Random random(26);
             CacheConfig config = small_config();
-            config.vector_code = vector_code;
+            config.study.vector_code = vector_code;
             config.sketch.kind = kind;
             config.fetch.mode = mode;
-            config.fetch.order = order;
+            config.study.order = order;
             config.fetch.risk = 1e-4;
             Block keys = random_block(random, 100, 2, 64, 1);
             for (float& x : keys.data) x = x > 0 ? magnitude : -magnitude;
@@ -2184,7 +2205,7 @@ TEST_CASE("Overflowing logits never certify") {
                                    random_block(random, 1, 2, 64, 1).view());
               const Result result = attend(*filled.cache, 0, {filled.sequence}, queries);
               for (const QueryHeadReport& query : result.query) {
-                REQUIRE(query.epsilon == kOff);
+                REQUIRE(query.epsilon == kInfinite);
                 REQUIRE_FALSE(query.certified);
               }
             }
@@ -2193,7 +2214,7 @@ TEST_CASE("Overflowing logits never certify") {
             const Result after = attend(*filled.cache, 0, {filled.sequence}, tame);
             if (kind == SketchKind::exact) {
               for (const float x : after.output) CHECK(std::isfinite(x));
-              for (const QueryHeadReport& query : after.query) CHECK(query.epsilon < kOff);
+              for (const QueryHeadReport& query : after.query) CHECK(query.epsilon < kInfinite);
             }
           }
         }
@@ -2213,7 +2234,7 @@ TEST_CASE("A limit on fetched tokens is kept, reported, and the certificate stay
       for (const FetchOrder order : orders()) {
         CacheConfig config = small_config();
         config.fetch.mode = mode;
-        config.fetch.order = order;
+        config.study.order = order;
         config.fetch.limit_tokens = limit;
         config.fetch.epsilon = 0.05;
         const std::int64_t n = 100;
@@ -2247,7 +2268,7 @@ TEST_CASE("What the certificate's plan fetches does certify") {
     Random random(28);
     CacheConfig config = small_config();
     config.layers = {layer_of(1, 4, 64, 64)};
-    config.fetch.order = order;
+    config.study.order = order;
     const bool thin = order == FetchOrder::exact || backend().thinning > 1;
     const std::int64_t n = thin ? 2000 : 8000;
     Filled filled{};
@@ -2507,7 +2528,7 @@ TEST_CASE("Statistics are the sums of the reports") {
   AttendBatch batch;
   batch.sequences = ids;
   batch.queries = queries.view();
-  batch.output = output.data();
+  batch.output = output;
   cache->attend(0, batch);
   CHECK(same_bits(output, seen.output));
   CHECK(cache->statistics(0).moved_tokens - middle.moved_tokens ==
@@ -2521,27 +2542,32 @@ TEST_CASE("A step allocates nothing", "[cpu]") {
   struct Case {
     const char* name;
     FetchMode mode;
-    double epsilon;
-    double risk;
+    std::optional<double> epsilon;
+    std::optional<double> risk;
     FetchOrder order;
-    std::int64_t shortlist;
-    std::int64_t limit;
+    std::optional<std::int64_t> limit;
     SketchKind sketch;
   };
   for (const Case& c :
-       {Case{"certificate", FetchMode::verified, 0.1, kOff, FetchOrder::key, 0, 0,
+       {Case{"certificate",
+             FetchMode::verified,
+             0.1,
+             {},
+             FetchOrder::worth,
+             {},
              SketchKind::calibrated},
-        Case{"risk", FetchMode::verified, kOff, 1e-4, FetchOrder::key, 0, 0,
+        Case{"risk", FetchMode::verified, {}, 1e-4, FetchOrder::worth, {}, SketchKind::calibrated},
+        Case{"both, limited", FetchMode::verified, 0.1, 1e-4, FetchOrder::worth, 7,
              SketchKind::calibrated},
-        Case{"both, limited", FetchMode::verified, 0.1, 1e-4, FetchOrder::key, 0, 7,
-             SketchKind::calibrated},
-        Case{"exact order", FetchMode::verified, 0.1, 1e-4, FetchOrder::exact, 0, 0,
+        Case{"exact order",
+             FetchMode::verified,
+             0.1,
+             1e-4,
+             FetchOrder::exact,
+             {},
              SketchKind::exact},
-        Case{"shortlist", FetchMode::verified, 0.1, kOff, FetchOrder::key, 16, 0,
-             SketchKind::calibrated},
-        Case{"always", FetchMode::always, 0.1, kOff, FetchOrder::key, 0, 9, SketchKind::calibrated},
-        Case{"never", FetchMode::never, 0.1, kOff, FetchOrder::key, 0, 0,
-             SketchKind::calibrated}}) {
+        Case{"always", FetchMode::always, 0.1, {}, FetchOrder::worth, 9, SketchKind::calibrated},
+        Case{"never", FetchMode::never, 0.1, {}, FetchOrder::worth, {}, SketchKind::calibrated}}) {
     for (const int threads : {1, 2}) {
       CacheConfig config = small_config();
       config.threads = threads;
@@ -2549,8 +2575,7 @@ TEST_CASE("A step allocates nothing", "[cpu]") {
       config.fetch.mode = c.mode;
       config.fetch.epsilon = c.epsilon;
       config.fetch.risk = c.risk;
-      config.fetch.order = c.order;
-      config.fetch.shortlist = c.shortlist;
+      config.study.order = c.order;
       config.fetch.limit_tokens = c.limit;
       config.sketch.kind = c.sketch;
       Random random(32);
@@ -2578,8 +2603,8 @@ TEST_CASE("A step allocates nothing", "[cpu]") {
         AttendBatch batch;
         batch.sequences = ids;
         batch.queries = queries.view();
-        batch.output = output.data();
-        batch.lse = lse.data();
+        batch.output = output;
+        batch.lse = lse;
         cache->attend(l, batch);
         const std::int64_t before = allocations;
         for (int step = 0; step < 5; ++step) cache->attend(l, batch);
@@ -2678,9 +2703,11 @@ TEST_CASE("Redraws: decisions stand, the mean is right, failures stay below delt
         config.sketch.kind = kind;
         config.keep = 0.15;
         config.fetch.delta = 0.2;
-        config.fetch.order = order;
-        config.fetch.epsilon = certificate ? 0.15 : kOff;
-        config.fetch.risk = certificate ? kOff : 1e-4;
+        config.study.order = order;
+        config.fetch.epsilon.reset();
+        config.fetch.risk.reset();
+        if (certificate) config.fetch.epsilon = 0.15;
+        if (!certificate) config.fetch.risk = 1e-4;
         const std::int64_t n = 400;
         const std::vector<Block> keys = {random_block(random, n, 1, 64, 1)};
         const std::vector<Block> values = {random_block(random, n, 1, 64, 1)};
@@ -2779,7 +2806,7 @@ TEST_CASE("Calls from several threads take turns") {
       verkv::AttendBatch batch;
       batch.sequences = std::span(&id, 1);
       batch.queries = verkv::token_major(rows.data(), DType::f32, 1, 2, 16);
-      batch.output = output.data();
+      batch.output = output;
       cache->attend(0, batch);
     }
     return output;

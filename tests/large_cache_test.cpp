@@ -71,7 +71,6 @@ TEST_CASE("A step over a million tokens") {
   config.layers = {layer};
   config.storage = DType::f16;
   config.keep = 0.0625;
-  config.threads = 0;
 
   const Source source;
   Random random(51);
@@ -106,8 +105,10 @@ TEST_CASE("A step over a million tokens") {
 
   const std::int64_t cache_bytes = kTokens * 2 * kDim * 2;
   for (const bool certificate : {false, true}) {
-    config.fetch.epsilon = certificate ? 0.05 : verkv::kOff;
-    config.fetch.risk = certificate ? verkv::kOff : 1e-4;
+    config.fetch.epsilon.reset();
+    config.fetch.risk.reset();
+    if (certificate) config.fetch.epsilon = 0.05;
+    if (!certificate) config.fetch.risk = 1e-4;
     const auto cache = verkv::make_cpu_cache(config);
     const verkv::SequenceId sequence = cache->create_sequence(3);
     for (std::int64_t first = 0; first < kTokens; first += kChunk) {
@@ -127,8 +128,8 @@ TEST_CASE("A step over a million tokens") {
     verkv::AttendBatch batch;
     batch.sequences = std::span(&sequence, 1);
     batch.queries = verkv::token_major(query.data(), DType::f32, 1, kQueryHeads, kDim);
-    batch.output = output.data();
-    batch.lse = lse.data();
+    batch.output = output;
+    batch.lse = lse;
     batch.query_reports = query_reports;
     batch.kv_reports = kv_reports;
     cache->attend(0, batch);

@@ -111,8 +111,8 @@ TEST_CASE("the shipped recording loads", "[recorded_cache]") {
   CHECK(cache.prompt_tokens() == 4090);
   CHECK(cache.steps() == 64);
   CHECK(cache.scale() == 0.125);
-  CHECK(cache.soft_cap() == 0);
-  CHECK(cache.window() == 0);
+  CHECK_FALSE(cache.soft_cap());
+  CHECK_FALSE(cache.window());
   CHECK(contains(cache.metadata().at("model"), "SmolLM2"));
   REQUIRE(cache.layers().size() == 2);
   CHECK(cache.layers()[0].index == 0);
@@ -195,8 +195,8 @@ TEST_CASE("metadata defaults", "[recorded_cache]") {
   const TemporaryFile file("verkv-recorded", source.bytes());
   const RecordedCache cache = RecordedCache::load(file.path());
   CHECK(cache.scale() == 0.5);  // 1 / sqrt(4)
-  CHECK(cache.soft_cap() == 0);
-  CHECK(cache.window() == 0);
+  CHECK_FALSE(cache.soft_cap());
+  CHECK_FALSE(cache.window());
 
   source.metadata = {{"soft_cap", "50.0"}, {"window", "4096"}, {"scale", "6.25e-2"}};
   file.write(source.bytes());

@@ -32,7 +32,6 @@ namespace {
 
 using namespace verkv::replay;
 using verkv::DType;
-using verkv::kOff;
 using verkv::RecordedCache;
 using verkv::test::make_tensor;
 using verkv::test::SafeTensorsFile;
@@ -188,17 +187,17 @@ TEST_CASE("options are read", "[replay]") {
   // A rule that is named switches the others off.
   const Options paper = parse({"--epsilon", "0.05"});
   CHECK(paper.epsilon == 0.05);
-  CHECK(paper.risk == kOff);
+  CHECK(!paper.risk);
   const Options risk = parse({"--risk", "1e-4", "--epsilon", "off"});
-  CHECK(risk.epsilon == kOff);
+  CHECK(!risk.epsilon);
   CHECK(risk.risk == 1e-4);
   const Options both = parse({"--risk=1e-5", "--epsilon=0.3"});
   CHECK(both.epsilon == 0.3);
   CHECK(both.risk == 1e-5);
   const Options topk = parse({"--select", "topk"});
   CHECK(topk.probability == 1e-3);
-  CHECK(topk.epsilon == kOff);
-  CHECK(topk.risk == kOff);
+  CHECK(!topk.epsilon);
+  CHECK(!topk.risk);
 
   const Options other = parse({"--keep", "0.5", "--sketch", "exact", "--fetch", "never", "--order",
                                "exact", "--pool", "sequence", "--layers", "5,2,5", "--cap", "off",
@@ -209,7 +208,7 @@ TEST_CASE("options are read", "[replay]") {
   CHECK(other.order == verkv::FetchOrder::exact);
   CHECK(other.pool == verkv::Pool::sequence);
   CHECK(other.layers == std::vector<std::int64_t>{2, 5});
-  CHECK(other.cap == kOff);
+  CHECK(!other.cap);
   CHECK(!other.vector_code);
   CHECK(other.threads == 3);
 }
@@ -241,7 +240,7 @@ TEST_CASE("bad options give the exit code of usage and name value and limit", "[
       {{"file", "--sketch", "5"}, {"--sketch", "'5'", "exact, 2, 3, 4"}},
       {{"file", "--select", "best"}, {"--select", "best", "poisson, topk"}},
       {{"file", "--fetch", "maybe"}, {"--fetch", "maybe", "verified, never, always"}},
-      {{"file", "--order", "size"}, {"--order", "exact, key"}},
+      {{"file", "--order", "size"}, {"--order", "exact, worth"}},
       {{"file", "--pool", "row"}, {"--pool", "head, layer, sequence"}},
       {{"file", "--sink", "-1"}, {"--sink", "-1", "from 0"}},
       {{"file", "--local", "1.5"}, {"--local", "1.5", "whole number"}},
@@ -555,8 +554,8 @@ TEST_CASE("--promise runs the whole grid", "[replay][promise]") {
     const verkv::FetchConfig& fetch = method.config.fetch;
     CHECK(method.importance == "kvzip_mean");
     CHECK(method.random);
-    CHECK(fetch.risk == kOff);
-    CHECK(fetch.probability == kOff);
+    CHECK(!fetch.risk);
+    CHECK(!method.config.study.probability);
     if (method.promise == Promise::none) {
       CHECK(fetch.mode == verkv::FetchMode::never);
       ++bare;
@@ -565,7 +564,7 @@ TEST_CASE("--promise runs the whole grid", "[replay][promise]") {
     CHECK(method.promise == Promise::epsilon);
     CHECK(method.tolerance == fetch.epsilon);
     cells.insert(word(method.config.sketch) + " " + rate_label(method.config.keep) + " " +
-                 std::to_string(fetch.epsilon) + " " + std::to_string(fetch.delta));
+                 std::to_string(fetch.epsilon.value()) + " " + std::to_string(fetch.delta));
   }
   CHECK(cells.size() == 3 * 3 * 5 * 3);
   CHECK(bare == 3 * 5);

@@ -73,8 +73,8 @@ int main() {
     for (int layer = 0; layer < kLayers; ++layer) {
       append(layer, rows(1, kKvHeads, 0.02, 2), rows(1, kKvHeads));
       const Floats q = rows(1, kHeads, 1, 0.5f);
-      cache->attend(layer, {{&id, 1}, view(q, kHeads), output.data(), lse.data(), heads, kv});
-      twin->attend(layer, {{&twin_id, 1}, view(q, kHeads), truth.data(), true_lse.data(), {}, {}});
+      cache->attend(layer, {{&id, 1}, view(q, kHeads), output, lse, heads, kv});
+      twin->attend(layer, {{&twin_id, 1}, view(q, kHeads), truth, true_lse, {}, {}});
       for (std::size_t h = 0; h < kHeads; ++h) {
         certified += heads[h].certified;  // if not: no error, still the best estimate there is
         missed += std::abs(std::expm1(lse[h] - true_lse[h])) > heads[h].epsilon + 1e-5;

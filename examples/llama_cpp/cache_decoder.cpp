@@ -15,7 +15,7 @@ CacheConfig with_layers(CacheConfig config, const std::vector<AttentionLayer>& l
     shape.key_dim = layer.key_dim;
     shape.value_dim = layer.value_dim;
     shape.scale = layer.scale;
-    shape.soft_cap = layer.soft_cap;
+    if (layer.soft_cap > 0) shape.soft_cap = layer.soft_cap;
     shape.global_layer = layer.index;
     config.layers.push_back(shape);
   }
@@ -73,7 +73,9 @@ bool CacheDecoder::attention(const LayerCall& call, std::span<float> output) {
     batch.sequences = {&sequence_, 1};
     batch.queries =
         token_major(call.queries + t * query_row, DType::f32, 1, shape.query_heads, shape.key_dim);
-    batch.output = output.data() + t * shape.query_heads * shape.value_dim;
+    const std::int64_t output_row = shape.query_heads * shape.value_dim;
+    batch.output = output.subspan(static_cast<std::size_t>(t * output_row),
+                                  static_cast<std::size_t>(output_row));
     batch.query_reports = query_reports_;
     cache_->attend(place->second, batch);
     for (const QueryHeadReport& report : query_reports_) certificates_.push_back(report.epsilon);

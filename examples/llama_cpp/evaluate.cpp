@@ -79,9 +79,9 @@ EvalRow describe(const Method& method, const EvalOptions& options, const Engine&
   row.sketch = sketch_label(method.config);
   row.keep = method.config.keep;
   if (method.config.fetch.mode == FetchMode::verified) {
-    row.epsilon = finite_or_none(method.config.fetch.epsilon);
-    row.risk = finite_or_none(method.config.fetch.risk);
-    row.probability = finite_or_none(method.config.fetch.probability);
+    row.epsilon = method.config.fetch.epsilon.value_or(kNone);
+    row.risk = method.config.fetch.risk.value_or(kNone);
+    row.probability = method.config.study.probability.value_or(kNone);
     if (std::isfinite(row.epsilon)) row.delta = method.config.fetch.delta;
   }
   return row;
@@ -436,7 +436,7 @@ class Evaluation {
 
 std::string sketch_label(const CacheConfig& config) {
   const bool used = config.keep < 1 && (config.fetch.mode == FetchMode::verified ||
-                                        config.select == Selection::poisson);
+                                        config.study.select == Selection::poisson);
   if (!used) return {};
   if (config.sketch.kind == SketchKind::exact) return "exact";
   return fmt::format("{} bits", config.sketch.bits);
@@ -455,15 +455,14 @@ std::vector<Method> select_methods(const EvalOptions& options) {
   };
   CacheConfig base;
   base.seed = options.seed;
-  base.threads = options.threads;
-  base.fetch.epsilon = kOff;
-  base.fetch.risk = kOff;
-  base.fetch.probability = kOff;
+  if (options.threads > 0) base.threads = options.threads;
+  base.fetch.epsilon.reset();
+  base.fetch.risk.reset();
 
   std::vector<Method> methods;
   const auto add = [&](const std::string& method, const CacheConfig& config, Score score) {
     if (!wanted(method)) return;
-    methods.push_back({method, config, score, true, config.select == Selection::poisson});
+    methods.push_back({method, config, score, true, config.study.select == Selection::poisson});
   };
   for (const char* method : {"dense", "dense_offload"}) {
     if (wanted(method)) methods.push_back({method, base, Score::kvzip_mean, false, false});
@@ -471,7 +470,7 @@ std::vector<Method> select_methods(const EvalOptions& options) {
   CacheConfig full = base;
   full.keep = 1;
   full.fetch.mode = FetchMode::never;
-  full.select = Selection::topk;
+  full.study.select = Selection::topk;
   add("full_budget", full, options.largest_scores.front());
 
   for (const double keep : options.keeps) {
@@ -479,13 +478,13 @@ std::vector<Method> select_methods(const EvalOptions& options) {
     kept.keep = keep;
     for (const Score score : options.largest_scores) {
       CacheConfig config = kept;
-      config.select = Selection::topk;
+      config.study.select = Selection::topk;
       config.fetch.mode = FetchMode::never;
       add("top_k", config, score);
     }
     if (options.gate != nullptr) {
       CacheConfig config = kept;
-      config.select = Selection::topk;
+      config.study.select = Selection::topk;
       config.fetch.mode = FetchMode::never;
       add("top_k_gate", config, Score::gate);
     }
@@ -494,8 +493,8 @@ std::vector<Method> select_methods(const EvalOptions& options) {
       for (const Score score : options.largest_scores) {
         for (const double probability : options.probabilities) {
           CacheConfig config = kept;
-          config.select = Selection::topk;
-          config.fetch.probability = probability;
+          config.study.select = Selection::topk;
+          config.study.probability = probability;
           add("top_k_fetch", config, score);
         }
       }
@@ -508,7 +507,7 @@ std::vector<Method> select_methods(const EvalOptions& options) {
           config.fetch.epsilon = epsilon;
           add("paper", config, score);
         }
-        config.fetch.epsilon = kOff;
+        config.fetch.epsilon.reset();
         for (const double risk : options.risks) {
           config.fetch.risk = risk;
           add("risk", config, score);

@@ -145,9 +145,9 @@ void generate(Engine& engine, const AttentionHook& hook, const GenerateOptions& 
       100 * cost.resident_fraction, 100 * cost.fast_bytes / cost.cache_bytes,
       cost.cache_bytes / 1e6);
   // Without an epsilon nothing was promised that could be kept.
-  const bool promised = config.fetch.mode == FetchMode::verified && config.fetch.epsilon < kOff;
+  const bool promised = config.fetch.mode == FetchMode::verified && config.fetch.epsilon;
   const std::string kept = promised ? fmt::format(", {:.1f} % certified to eps {:g}",
-                                                  100 * cost.certified_share, config.fetch.epsilon)
+                                                  100 * cost.certified_share, *config.fetch.epsilon)
                                     : std::string();
   fmt::print(
       "moved {:.3f} % of the cache per step ({:.1f} kB), read {:.2f} %; {:.1f} % of the "

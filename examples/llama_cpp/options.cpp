@@ -37,8 +37,9 @@ double parse_number(const std::string& text, const char* what, double low, doubl
   return value;
 }
 
-double parse_rule(const std::string& text, const char* what, double high) {
-  return text == "off" ? kOff : parse_number(text, what, 0, high);
+std::optional<double> parse_rule(const std::string& text, const char* what, double high) {
+  if (text == "off") return std::nullopt;
+  return parse_number(text, what, 0, high);
 }
 
 Score to_score(const std::string& text) {
@@ -374,17 +375,16 @@ void check(const Words& words, Options& options) {
   config.keep = parse_number(words.keep, "--keep", 0, 1);
   config.fetch.epsilon = parse_rule(words.epsilon, "--epsilon", 1);
   config.fetch.risk = parse_rule(words.risk, "--risk", 1e9);
-  config.fetch.probability = parse_rule(words.probability, "--probability", 1);
+  config.study.probability = parse_rule(words.probability, "--probability", 1);
   config.sketch = parse_sketch(words.sketch);
-  config.select = words.select == "topk" ? Selection::topk : Selection::poisson;
+  config.study.select = words.select == "topk" ? Selection::topk : Selection::poisson;
   evaluation.backend = options.backend =
       words.backend == "cuda" ? BackendKind::cuda : BackendKind::cpu;
   const std::string refusal = backend_refusal(options.backend, config);
   if (!refusal.empty()) throw UsageError("--backend cuda: " + refusal);
-  const bool fetches =
-      config.fetch.epsilon < kOff || config.fetch.risk < kOff || config.fetch.probability < kOff;
+  const bool fetches = config.fetch.epsilon || config.fetch.risk || config.study.probability;
   if (!fetches) config.fetch.mode = FetchMode::never;
-  config.threads = options.threads;
+  if (options.threads > 0) config.threads = options.threads;
   options.method.score = to_score(words.importance);
   if (options.command == Command::generate && options.method.score == Score::gate &&
       options.gate.empty()) {

@@ -477,11 +477,12 @@ void check_model(const std::string& path, const AttentionHook& hook, const Recor
     const auto found =
         std::find_if(hook.layers().begin(), hook.layers().end(),
                      [&](const AttentionLayer& l) { return l.index == layer.index; });
+    const double soft_cap = cache.soft_cap().value_or(0);
     if (found == hook.layers().end() || found->kv_heads != layer.kv_heads ||
         found->query_heads != layer.query_heads || found->key_dim != layer.key_dim ||
         found->value_dim != layer.value_dim ||
         std::abs(found->scale - cache.scale()) > 1e-6 * cache.scale() ||
-        std::abs(found->soft_cap - cache.soft_cap()) > 1e-6 * cache.soft_cap()) {
+        std::abs(found->soft_cap - soft_cap) > 1e-6 * soft_cap) {
       throw EngineError(fmt::format(
           "{}: layer {} has {} query heads, {} KV heads of {} and {} numbers and scale {}, which "
           "the model has not",

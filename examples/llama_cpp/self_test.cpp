@@ -84,7 +84,7 @@ bool self_test(Engine& engine, const AttentionHook& hook, std::int64_t context_t
   CacheConfig config;
   config.keep = 1;
   config.fetch.mode = FetchMode::never;
-  config.threads = threads;
+  if (threads > 0) config.threads = threads;
   const auto ours = [&](std::size_t disturbance, double keep) {
     CacheConfig mine = config;
     mine.keep = keep;

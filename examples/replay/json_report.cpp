@@ -19,6 +19,8 @@ using Json = nlohmann::ordered_json;
 
 Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
 
+Json number(const std::optional<double>& value) { return value ? Json(*value) : Json(nullptr); }
+
 // Rate, trials and interval under one name.
 void add_rate(Json& json, const std::string& name, const std::string& trials, const Rate& rate) {
   const Interval interval = wilson_interval(rate);
@@ -39,9 +41,9 @@ void add_method(Json& json, const Row& row) {
   json["epsilon"] = number(fetch.epsilon);
   json["delta"] = fetch.delta;
   json["risk"] = number(fetch.risk);
-  json["probability"] = number(fetch.probability);
+  json["probability"] = number(method.config.study.probability);
   json["sketch"] = word(method.config.sketch);
-  json["select"] = word(method.config.select);
+  json["select"] = word(method.config.study.select);
   json["fetch"] = word(fetch.mode);
   json["importance"] = method.importance;
   json["promise"] = word(method.promise);
@@ -109,7 +111,6 @@ Json row_json(const Row& row) {
 void add_settings(Json& json, const Options& options, const Measurement& measurement) {
   json["cap"] = number(options.cap);
   json["order"] = word(options.order);
-  json["shortlist"] = options.shortlist;
   json["pool"] = word(options.pool);
   json["sink"] = options.sink;
   json["local"] = options.local;

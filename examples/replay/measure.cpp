@@ -133,7 +133,7 @@ void make_reference(const RecordedCache& cache, const RecordedLayer& layer, std:
                        static_cast<std::size_t>(layer.value_dim));
       out.lse[index] = dense_attention(
           layer.key.tokens + step + 1, std::span<const double>(query), cache.scale(),
-          cache.soft_cap(),
+          cache.soft_cap().value_or(0),
           [&](std::int64_t t, std::int64_t i) {
             return keys[static_cast<std::size_t>(t * layer.key_dim + i)];
           },
@@ -294,8 +294,8 @@ class Replay {
     AttendBatch batch;
     batch.sequences = std::span(&sequence_, 1);
     batch.queries = slice(layer.query, step);
-    batch.output = output_.data();
-    batch.lse = lse_.data();
+    batch.output = output_;
+    batch.lse = lse_;
     batch.query_reports = query_reports_;
     batch.kv_reports = kv_reports_;
     const auto begin = std::chrono::steady_clock::now();
@@ -445,8 +445,9 @@ double median_ns(const LayerResult& result) {
 // Shares of the full cache that the sketch adds to what a step reads.
 double sketch_share(const Method& method, const Row& row, double key_share) {
   const FetchConfig& fetch = method.config.fetch;
-  const bool unused = method.name == "dense" || fetch.mode == FetchMode::always ||
-                      (fetch.mode == FetchMode::never && method.config.select == Selection::topk);
+  const bool unused =
+      method.name == "dense" || fetch.mode == FetchMode::always ||
+      (fetch.mode == FetchMode::never && method.config.study.select == Selection::topk);
   if (unused) return 0;
   if (method.config.sketch.kind == SketchKind::exact) return key_share;
   return row.sketch_bytes / row.cache_bytes;

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 #include <initializer_list>
+#include <limits>
 #include <set>
 #include <system_error>
 #include <utility>
@@ -38,7 +39,7 @@ constexpr const char* kWords = R"(Words
   fetch        verified: what the rules ask for. never: residents only. always: everything not resident.
   sketch       Bits per key coordinate on the fast tier, 2, 3 or 4 on average, in a basis made from keys, importance
                and the prompt's queries; exact: the keys themselves, the oracle of experiments, no saving.
-  order        Which tokens are fetched first. key: by one key per token, cheap. exact: by Eq. 9 of the paper.
+  order        Which tokens are fetched first. worth: by one number per token, cheap. exact: by Eq. 9 of the paper.
   cap          Bound on the weight of drawn tokens, for where the sketch was too small; off: none.
   pool         Which tokens share a budget: those of a head, of a layer, or of the whole sequence.
   sink, local  The first and the last tokens of the prompt that always stay.
@@ -47,29 +48,30 @@ constexpr const char* kWords = R"(Words
 
 Exit codes: 0 done, 1 something wrong with the data, 2 something wrong with the command line.)";
 
+constexpr double kUnbounded = std::numeric_limits<double>::infinity();
+
 // The numbers an option takes.
 struct Range {
   double low = 0;
   bool low_included = false;
-  double high = kOff;
+  double high = kUnbounded;
   bool high_included = false;
-  bool may_be_off = false;
 };
 
 std::string text_of(const Range& range) {
   std::string text;
-  if (range.low_included && range.high < kOff) {
+  if (range.low_included && range.high < kUnbounded) {
     text = fmt::format("from {:g} to {}{:g}", range.low, range.high_included ? "" : "below ",
                        range.high);
   } else if (range.low_included) {
     text = fmt::format("of {:g} or more", range.low);
   } else {
     text = fmt::format("above {:g}", range.low);
-    if (range.high < kOff) {
+    if (range.high < kUnbounded) {
       text += fmt::format(" and {} {:g}", range.high_included ? "at most" : "below", range.high);
     }
   }
-  return text + (range.may_be_off ? ", or off" : "");
+  return text;
 }
 
 // The number that the whole text is, if it is one.
@@ -82,15 +84,15 @@ std::optional<T> read_all(const std::string& text) {
   return value;
 }
 
-double parse_number(const std::string& name, const std::string& text, const Range& range) {
-  if (range.may_be_off && text == "off") return kOff;
+// what: of the number, for the message.
+double parse_number(const std::string& name, const std::string& text, const Range& range,
+                    const std::string& what) {
   const auto value = read_all<double>(text);
   const bool inside = value && std::isfinite(*value) &&
                       (range.low_included ? *value >= range.low : *value > range.low) &&
                       (range.high_included ? *value <= range.high : *value < range.high);
   if (!inside) {
-    throw UsageError(
-        fmt::format("{} is '{}', but must be a number {}", name, text, text_of(range)));
+    throw UsageError(fmt::format("{} is '{}', but must be a number {}", name, text, what));
   }
   return *value;
 }
@@ -110,12 +112,20 @@ class Reader {
  public:
   explicit Reader(CLI::App& app) : app_(app) {}
 
-  CLI::Option* number(const std::string& name, double& to, Range range, const std::string& about,
-                      const std::string& standard = {}) {
-    return add(
-        name, range.may_be_off ? "off|X" : "X", about,
-        standard.empty() ? fmt::format("{:g}", to) : standard,
-        [&to, name, range](const std::string& text) { to = parse_number(name, text, range); });
+  CLI::Option* number(const std::string& name, double& to, Range range, const std::string& about) {
+    return add(name, "X", about, fmt::format("{:g}", to),
+               [&to, name, range](const std::string& text) {
+                 to = parse_number(name, text, range, text_of(range));
+               });
+  }
+
+  // A number, or the word off.
+  CLI::Option* number(const std::string& name, std::optional<double>& to, Range range,
+                      const std::string& about, const std::string& standard) {
+    return add(name, "off|X", about, standard, [&to, name, range](const std::string& text) {
+      to.reset();
+      if (text != "off") to = parse_number(name, text, range, text_of(range) + ", or off");
+    });
   }
 
   CLI::Option* integer(const std::string& name, std::int64_t& to, std::int64_t low,
@@ -252,54 +262,54 @@ std::string choose_importance(const Options& options, const std::set<std::string
 CacheConfig base_config(const Options& options) {
   CacheConfig config;
   config.keep = options.keep;
-  config.select = options.select;
   config.pool = options.pool;
   config.sink_tokens = options.sink;
   config.local_tokens = options.local;
-  config.chunk_tokens =
-      0;  // the decoded tokens stay in the local window: every step sees the same sample
+  // The decoded tokens stay in the local window: every step sees the same sample.
+  config.chunk_tokens.reset();
   config.sketch = sketch_config(options.sketch);
   config.fetch.mode = options.fetch;
   config.fetch.epsilon = options.epsilon;
   config.fetch.delta = options.delta;
   config.fetch.risk = options.risk;
-  config.fetch.probability = options.probability;
-  config.fetch.order = options.order;
-  config.fetch.shortlist = options.shortlist;
-  config.fetch.cap = options.cap;
-  config.vector_code = options.vector_code;
+  config.study.select = options.select;
+  config.study.order = options.order;
+  config.study.probability = options.probability;
+  config.study.cap = options.cap;
+  config.study.vector_code = options.vector_code;
   return config;
 }
 
 // A method of the comparison: poisson or top-k, with at most one rule.
 Method compared(const Options& options, double keep, const std::string& importance,
-                Selection select, double epsilon, double risk, double probability) {
+                Selection select, std::optional<double> epsilon, std::optional<double> risk,
+                std::optional<double> probability) {
   Method method;
   method.importance = importance;
   method.config = base_config(options);
   method.config.keep = keep;
-  method.config.select = select;
+  method.config.study.select = select;
   method.config.fetch.epsilon = epsilon;
   method.config.fetch.risk = risk;
-  method.config.fetch.probability = probability;
-  const bool fetches = epsilon < kOff || risk < kOff || probability < kOff;
+  method.config.study.probability = probability;
+  const bool fetches = epsilon || risk || probability;
   method.config.fetch.mode = fetches ? FetchMode::verified : FetchMode::never;
   method.random = select == Selection::poisson;
   if (select == Selection::topk) {
     method.name = fetches ? "topk_fetch" : "topk";
     method.label =
-        fetches ? fmt::format("top-k, p > {}", price_label(probability)) : "top-k, no fetch";
+        fetches ? fmt::format("top-k, p > {}", price_label(*probability)) : "top-k, no fetch";
   } else if (!fetches) {
     method.name = "poisson";
     method.label = "Poisson, no fetch";
-  } else if (epsilon < kOff) {
+  } else if (epsilon) {
     method.name = "certificate";
-    method.label = fmt::format("paper, eps {:g}", epsilon);
+    method.label = fmt::format("paper, eps {:g}", *epsilon);
     method.promise = Promise::epsilon;
-    method.tolerance = epsilon;
+    method.tolerance = *epsilon;
   } else {
     method.name = "risk";
-    method.label = fmt::format("risk {}", price_label(risk));
+    method.label = fmt::format("risk {}", price_label(*risk));
     method.promise = Promise::certificate;
   }
   return method;
@@ -317,7 +327,8 @@ Method described(const Options& options, const std::set<std::string>& available)
   method.config = base_config(options);
   method.random = !topk;
   const FetchConfig& fetch = method.config.fetch;
-  if (fetch.epsilon < kOff) method.tolerance = fetch.epsilon;
+  const std::optional<double>& probability = method.config.study.probability;
+  if (fetch.epsilon) method.tolerance = *fetch.epsilon;
   if (fetch.mode == FetchMode::always) {
     method.name = "dense_offload";
     method.label = "fetch everything";
@@ -326,16 +337,15 @@ Method described(const Options& options, const std::set<std::string>& available)
     method.label = topk ? "top-k, no fetch" : "Poisson, no fetch";
   } else {
     std::vector<std::string> rules;
-    if (fetch.epsilon < kOff) rules.push_back(fmt::format("eps {:g}", fetch.epsilon));
-    if (fetch.risk < kOff) rules.push_back(fmt::format("risk {}", price_label(fetch.risk)));
-    if (fetch.probability < kOff)
-      rules.push_back(fmt::format("p > {}", price_label(fetch.probability)));
+    if (fetch.epsilon) rules.push_back(fmt::format("eps {:g}", *fetch.epsilon));
+    if (fetch.risk) rules.push_back(fmt::format("risk {}", price_label(*fetch.risk)));
+    if (probability) rules.push_back(fmt::format("p > {}", price_label(*probability)));
     method.label = fmt::format("{}{}", topk ? "top-k, " : "", fmt::join(rules, ", "));
-    method.name = topk                   ? "topk_fetch"
-                  : fetch.risk < kOff    ? "risk"
-                  : fetch.epsilon < kOff ? "certificate"
-                                         : "poisson_fetch";
-    if (fetch.epsilon < kOff) {
+    method.name = topk            ? "topk_fetch"
+                  : fetch.risk    ? "risk"
+                  : fetch.epsilon ? "certificate"
+                                  : "poisson_fetch";
+    if (fetch.epsilon) {
       method.promise = Promise::epsilon;
     } else if (!topk) {
       method.promise = Promise::certificate;
@@ -351,8 +361,7 @@ std::vector<Method> promise_methods(const Options& options, const std::string& i
     for (const double keep : kRates) {
       for (const double epsilon : kPromiseEpsilons) {
         for (const double delta : kPromiseDeltas) {
-          Method method =
-              compared(options, keep, importance, Selection::poisson, epsilon, kOff, kOff);
+          Method method = compared(options, keep, importance, Selection::poisson, epsilon, {}, {});
           method.config.sketch = sketch_config(sketch);
           method.config.fetch.delta = delta;
           method.label = fmt::format("{}, eps {:g}, delta {:g}", sketch_label(method.config.sketch),
@@ -364,7 +373,7 @@ std::vector<Method> promise_methods(const Options& options, const std::string& i
   }
   for (const double keep : kRates) {
     for (const double epsilon : kPromiseEpsilons) {
-      Method method = compared(options, keep, importance, Selection::poisson, kOff, kOff, kOff);
+      Method method = compared(options, keep, importance, Selection::poisson, {}, {}, {});
       method.tolerance = epsilon;
       methods.push_back(std::move(method));
     }
@@ -374,7 +383,15 @@ std::vector<Method> promise_methods(const Options& options, const std::string& i
 
 }  // namespace
 
-const char* word(Selection select) { return select == Selection::poisson ? "poisson" : "topk"; }
+const char* word(Selection select) {
+  switch (select) {
+    case Selection::poisson:
+      return "poisson";
+    case Selection::topk:
+      return "topk";
+  }
+  return "?";
+}
 
 const char* word(FetchMode mode) {
   switch (mode) {
@@ -388,7 +405,15 @@ const char* word(FetchMode mode) {
   return "?";
 }
 
-const char* word(FetchOrder order) { return order == FetchOrder::key ? "key" : "exact"; }
+const char* word(FetchOrder order) {
+  switch (order) {
+    case FetchOrder::worth:
+      return "worth";
+    case FetchOrder::exact:
+      return "exact";
+  }
+  return "?";
+}
 
 const char* word(Pool pool) {
   switch (pool) {
@@ -463,17 +488,16 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
                "With --compare: also print the rows of single layers");
   app.add_flag("--promise", options.promise, "The grid of promises: sketch, rate, eps and delta");
 
-  const Range open_unit{0, false, 1, false, false};
-  const Range open_unit_or_off{0, false, 1, false, true};
+  const Range open_unit{0, false, 1, false};
   CLI::Option* keep =
-      reader.number("--keep", options.keep, {0, false, 1, true, false}, "Share of tokens resident");
-  CLI::Option* epsilon = reader.number("--epsilon", options.epsilon, open_unit_or_off,
-                                       "Certificate rule", "see Words");
+      reader.number("--keep", options.keep, {0, false, 1, true}, "Share of tokens resident");
+  CLI::Option* epsilon =
+      reader.number("--epsilon", options.epsilon, open_unit, "Certificate rule", "see Words");
   CLI::Option* delta =
       reader.number("--delta", options.delta, open_unit, "Share of draws that may fail");
-  CLI::Option* risk = reader.number("--risk", options.risk, {0, false, kOff, false, true},
+  CLI::Option* risk = reader.number("--risk", options.risk, {0, false, kUnbounded, false},
                                     "Risk rule", "see Words");
-  CLI::Option* probability = reader.number("--probability", options.probability, open_unit_or_off,
+  CLI::Option* probability = reader.number("--probability", options.probability, open_unit,
                                            "Probability rule", "see Words");
   CLI::Option* select =
       reader.word<Selection>("--select", options.select,
@@ -486,12 +510,10 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
              "Estimate of all logits; with --promise a list, a,b,...",
              fmt::format("{}; {}", options.sketch, fmt::join(kPromiseSketches, ",")),
              [&sketches](const std::string& text) { sketches = parse_sketches(text); });
-  reader.word<FetchOrder>("--order", options.order, worded({FetchOrder::exact, FetchOrder::key}),
+  reader.word<FetchOrder>("--order", options.order, worded({FetchOrder::exact, FetchOrder::worth}),
                           "Order of fetching");
-  reader.integer("--shortlist", options.shortlist, 0, 1'000'000,
-                 "With --order key: leading tokens put in exact order (slow)");
-  reader.number("--cap", options.cap, {1, true, kOff, false, true},
-                "Bound on the weight of drawn tokens");
+  reader.number("--cap", options.cap, {1, true, kUnbounded, false},
+                "Bound on the weight of drawn tokens", fmt::format("{:g}", *options.cap));
   reader.text("--importance", options.importance, "NAME", "Score of the tokens",
               "kvzip_mean; for top-k kvzip");
   reader.word<Pool>("--pool", options.pool, worded({Pool::head, Pool::layer, Pool::sequence}),
@@ -560,8 +582,7 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
       } else if (!rule_named) {
         options.probability = 1e-3;
       }
-      if (options.keep < 1 &&
-          !(options.epsilon < kOff || options.risk < kOff || options.probability < kOff)) {
+      if (options.keep < 1 && !(options.epsilon || options.risk || options.probability)) {
         throw UsageError(
             "--fetch verified needs one of --epsilon, --risk, --probability that is not off");
       }
@@ -637,7 +658,7 @@ std::vector<Method> select_methods(const Options& options, const RecordedCache& 
   offload.name = "dense_offload";
   offload.label = "dense offload";
   offload.config.keep = 1e-12;
-  offload.config.select = Selection::topk;
+  offload.config.study.select = Selection::topk;
   offload.config.sink_tokens = 0;
   offload.config.local_tokens = 0;
   offload.config.sketch.kind = SketchKind::exact;  // needs none, and this one takes no bytes
@@ -645,14 +666,14 @@ std::vector<Method> select_methods(const Options& options, const RecordedCache& 
   methods.push_back(offload);
 
   for (const double keep : kRates) {
-    methods.push_back(compared(options, keep, largest, Selection::topk, kOff, kOff, kOff));
-    methods.push_back(compared(options, keep, largest, Selection::topk, kOff, kOff, 1e-3));
-    methods.push_back(compared(options, keep, sampled, Selection::poisson, kOff, kOff, kOff));
+    methods.push_back(compared(options, keep, largest, Selection::topk, {}, {}, {}));
+    methods.push_back(compared(options, keep, largest, Selection::topk, {}, {}, 1e-3));
+    methods.push_back(compared(options, keep, sampled, Selection::poisson, {}, {}, {}));
     for (const double epsilon : {0.05, 0.1, 0.3}) {
-      methods.push_back(compared(options, keep, sampled, Selection::poisson, epsilon, kOff, kOff));
+      methods.push_back(compared(options, keep, sampled, Selection::poisson, epsilon, {}, {}));
     }
     for (const double risk : {1e-3, 1e-4, 1e-5}) {
-      methods.push_back(compared(options, keep, sampled, Selection::poisson, kOff, risk, kOff));
+      methods.push_back(compared(options, keep, sampled, Selection::poisson, {}, risk, {}));
     }
   }
   return methods;

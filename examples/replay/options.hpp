@@ -41,17 +41,16 @@ struct Options {
   bool promise = false;   // the grid of promises (promise.hpp)
   bool by_layer = false;  // with compare: print the rows of single layers too
   double keep = CacheConfig{}.keep;
-  double epsilon = kOff;
+  std::optional<double> epsilon;
   double delta = FetchConfig{}.delta;
-  double risk = kOff;
-  double probability = kOff;
-  double cap = FetchConfig{}.cap;
+  std::optional<double> risk;
+  std::optional<double> probability;
+  std::optional<double> cap = StudyConfig{}.cap;
   std::string sketch = "2";           // exact, 2, 3, 4
   std::vector<std::string> sketches;  // with promise: those of the grid
   Selection select = Selection::poisson;
   FetchMode fetch = FetchMode::verified;
-  FetchOrder order = FetchOrder::key;
-  std::int64_t shortlist = FetchConfig{}.shortlist;
+  FetchOrder order = FetchOrder::worth;
   std::string importance;  // empty: kvzip_mean for sampling, kvzip for top-k
   Pool pool = Pool::head;
   std::int64_t sink = CacheConfig{}.sink_tokens;

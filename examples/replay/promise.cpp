@@ -227,7 +227,7 @@ std::string promise_legend(const Options& options, const Measurement& measuremen
       options.redraws, measurement.redraw_steps.size(), options.seeds,
       options.seeds == 1 ? "" : "s", measurement.steps, options.redraws > 0 ? "(a)" : "(b)",
       word(options.pool), word(options.order),
-      options.cap < kOff ? fmt::format("{:g}", options.cap) : "off", measurement.description,
+      options.cap ? fmt::format("{:g}", *options.cap) : "off", measurement.description,
       name(measurement.storage));
 }
 

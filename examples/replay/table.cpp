@@ -133,7 +133,7 @@ std::string details(const Row& row) {
 }
 
 const Row* find_row(const Measurement& measurement, std::string_view name, double keep,
-                    double epsilon, double risk) {
+                    std::optional<double> epsilon, std::optional<double> risk) {
   for (const Row& row : measurement.rows) {
     const CacheConfig& config = row.method->config;
     if (!row.layer && row.method->name == name && config.keep == keep &&
@@ -199,7 +199,7 @@ std::string table(const Measurement& measurement, const Options& options) {
     if (row.layer && !options.by_layer) continue;
     if (has_rate(row) && row.method->config.keep != keep) {
       keep = row.method->config.keep;
-      const Row* example = find_row(measurement, "poisson", keep, kOff, kOff);
+      const Row* example = find_row(measurement, "poisson", keep, {}, {});
       text += fmt::format("{}: {}\n", rate_label(keep),
                           memory_line(example != nullptr ? *example : row));
     }
@@ -228,7 +228,7 @@ std::string legend(const Measurement& measurement, const Options& options) {
       "              risk rule the eps it reports; nothing by the others, which are counted "
       "beyond ";
   const double tolerance =
-      !options.compare && options.epsilon < kOff ? options.epsilon : kPlainTolerance;
+      options.compare ? kPlainTolerance : options.epsilon.value_or(kPlainTolerance);
   text += fmt::format("{:g}\n", tolerance);
   text +=
       "fetch         share of decisions that ask for tokens, and how many they ask for\n"
@@ -267,9 +267,9 @@ std::string conclusion(const Measurement& measurement, const Options& options) {
     }
     return text + "\n";
   }
-  const Row* risk = find_row(measurement, "risk", 1.0 / 16, kOff, 1e-4);
-  const Row* paper = find_row(measurement, "certificate", 1.0 / 16, 0.05, kOff);
-  const Row* bare = find_row(measurement, "topk", 1.0 / 16, kOff, kOff);
+  const Row* risk = find_row(measurement, "risk", 1.0 / 16, {}, 1e-4);
+  const Row* paper = find_row(measurement, "certificate", 1.0 / 16, 0.05, {});
+  const Row* bare = find_row(measurement, "topk", 1.0 / 16, {}, {});
   if (risk == nullptr || paper == nullptr || bare == nullptr) return "";
   std::string text = fmt::format(
       "\nAt 16x, top-k without fetching is off by {} % (median error of the output; 95 %: {} %).\n"

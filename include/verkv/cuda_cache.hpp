@@ -43,13 +43,13 @@ struct CudaOptions {
 // Number of CUDA devices; 0 where there is no driver. Never throws.
 VERKV_API int cuda_device_count() noexcept;
 
-// Why make_cuda_cache would refuse this configuration; what unsupported_reasons says and what the
-// device does not do: the exact order of fetches and the shortlist. Needs no device.
+// Why make_cuda_cache would refuse this configuration: what unsupported_reasons says and what the
+// device does not do (FetchOrder::exact). Needs no device.
 VERKV_API std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& config);
 
 // Every decision (samples, certificates, fetch lists) is that of make_cpu_cache with the same
-// configuration, bit for bit; outputs agree to rounding. CacheConfig::threads and vector_code have
-// no meaning here. Throws InvalidArgument with the reasons above, on a negative number of
+// configuration, bit for bit; outputs agree to rounding. CacheConfig::threads and
+// StudyConfig::vector_code have no meaning here. Throws InvalidArgument with the reasons above, on a negative number of
 // rows or on a device that does not exist, DeviceError if the device refuses.
 VERKV_API std::unique_ptr<KvCacheManager> make_cuda_cache(CacheConfig config,
                                                           const CudaOptions& options = {});

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,10 +30,10 @@ struct RecordedLayer {
   TensorView query;    // decode steps: [step][query head][dim]
   TensorView new_key;  // [step][KV head][dim]
   TensorView new_value;
-  TensorView prompt_query;  // queries of some prompt positions: [position][query head][dim]; data
-                            // null where absent
-  std::map<std::string, ImportanceView>
-      importance;  // by name: scores [KV head][token] of the prompt, float
+  // Queries of some prompt positions: [position][query head][dim]; data null where absent.
+  TensorView prompt_query;
+  // By name: scores [KV head][token] of the prompt.
+  std::map<std::string, ImportanceView> importance;
 };
 
 class VERKV_API RecordedCache {
@@ -50,9 +51,11 @@ class VERKV_API RecordedCache {
   // Tokens of the prompt and decode steps recorded; the same in every layer.
   std::int64_t prompt_tokens() const;
   std::int64_t steps() const;
-  double scale() const;         // logit = scale * q.k
-  double soft_cap() const;      // 0: none
-  std::int64_t window() const;  // 0: none
+  // logit = scale * q.k, then the soft cap.
+  double scale() const;
+  std::optional<double> soft_cap() const;
+  // Sliding window of the layers, tokens.
+  std::optional<std::int64_t> window() const;
   const std::map<std::string, std::string>& metadata() const;
 
  private:

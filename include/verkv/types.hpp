@@ -5,7 +5,6 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 
 #include <verkv/config.hpp>
 
@@ -106,32 +105,6 @@ VERKV_HD constexpr Positive16 to_positive16(float x) {
 }
 
 inline constexpr Positive16 kPositive16Infinity{0xff00u};
-
-// Which tokens stay on the fast tier.
-enum class Selection : std::uint8_t {
-  poisson,  // PoissonComp: independent draws with inclusion probability r (Eq. 3)
-  topk      // the most important ones, for the baselines
-};
-
-// Which tokens share one constant c of Eq. 3 (or one top-k).
-enum class Pool : std::uint8_t {
-  head,     // each (layer, KV head) by itself
-  layer,    // all KV heads of a layer
-  sequence  // all layers and KV heads of a sequence
-};
-
-// Whether a step may fetch from the host.
-enum class FetchMode : std::uint8_t {
-  verified,  // what the stop rules ask for
-  never,     // residents only; the certificate is still reported
-  always     // every token that is not resident
-};
-
-// How the tokens to fetch are ordered.
-enum class FetchOrder : std::uint8_t {
-  key,   // by the one-key order, method: fetch_plan.hpp
-  exact  // by Eq. 9, each gain computed exactly
-};
 
 // How logits of all tokens are estimated.
 enum class SketchKind : std::uint8_t {

@@ -18,13 +18,12 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 std::int64_t padded(std::int64_t n) { return round_up(n, kLanes); }
 
-bool uses_exact_order(const FetchConfig& fetch) {
-  return fetch.mode == FetchMode::verified && fetch.epsilon != kOff &&
-         (fetch.order == FetchOrder::exact || fetch.shortlist > 0);
+bool uses_exact_order(const FetchRules& fetch) {
+  return fetch.mode == FetchMode::verified && fetch.certifies() && fetch.order == FetchOrder::exact;
 }
 
-bool uses_search(const FetchConfig& fetch) {
-  return fetch.mode == FetchMode::verified && fetch.epsilon != kOff && !uses_exact_order(fetch);
+bool uses_search(const FetchRules& fetch) {
+  return fetch.mode == FetchMode::verified && fetch.certifies() && !uses_exact_order(fetch);
 }
 
 bool is_low(Positive16 odds) { return odds.bits < kPositive16Infinity.bits; }
@@ -32,7 +31,7 @@ bool is_low(Positive16 odds) { return odds.bits < kPositive16Infinity.bits; }
 // The step, stage by stage, in the order of the method. Arrays of the group are [head][stride].
 class Step {
  public:
-  Step(const Kernels& kernels, const LayerShape& shape, const FetchConfig& fetch, HeadStore& store,
+  Step(const Kernels& kernels, const LayerShape& shape, const FetchRules& fetch, HeadStore& store,
        Workspace& ws, const HeadStep& step)
       : kernels_(kernels),
         shape_(shape),
@@ -49,7 +48,7 @@ class Step {
         code_stride_(round_up(shape.sketch.padded_dim(), 64)),
         weight_stride_(padded(compressed_)),
         resident_stride_(padded(residents_)),
-        log_term_(log_two_over(fetch.delta)) {}
+        log_term_(fetch.log_term) {}
 
   void run() {
     *step_.kv_report = {};
@@ -101,7 +100,7 @@ class Step {
   }
 
   void cap_softly(float* logit, std::int64_t count) {
-    const float cap = static_cast<float>(shape_.config.soft_cap);
+    const float cap = shape_.soft_cap;
     if (!(cap > 0)) return;
     for (std::int64_t i = 0; i < count; ++i) logit[i] = soft_capped(logit[i], cap);
   }
@@ -152,7 +151,7 @@ class Step {
                              ws_.code_query.data() + first * code_stride_, heads, code_stride_,
                              constants.data(), weight(first), weight_stride_, largest.data());
       for (int h = 0; h < heads; ++h) {
-        if (shape_.config.soft_cap > 0) {
+        if (shape_.soft_cap > 0) {
           cap_softly(weight(first + h), compressed_);
           raise_shift_over_low(first + h);
         } else {
@@ -275,10 +274,10 @@ class Step {
       return;
     }
     solve_beta();
-    const bool certify = fetch_.epsilon != kOff;
+    const bool certify = fetch_.certifies();
     if (certify) solve_certificate();
     constexpr float none = std::numeric_limits<float>::infinity();
-    bool any = fetch_.risk != kOff || fetch_.probability != kOff;
+    bool any = fetch_.asks_for_more();
     for (int h = 0; h < group_; ++h) {
       HeadState& s = state(h);
       s.threshold = {none, 0};
@@ -322,20 +321,7 @@ class Step {
     const std::span<std::uint32_t> order(ws_.exact_order.data(), n);
     const HeadState& s = state(h);
     exact_gains(w, rho, s.denominator, log_term_, ws_.exact_scratch, order, gain);
-    if (fetch_.order == FetchOrder::exact) {
-      order_by_descending(std::span<const double>(gain), order);
-    } else {
-      // The shortlist: the leading tokens of the one-key order, re-ordered by their exact gains.
-      const std::span<double> key(ws_.exact_scratch.data(), n);
-      for (std::size_t i = 0; i < n; ++i)
-        key[i] = fetch_worth(w[i], rho[i], static_cast<double>(s.beta));
-      order_by_descending(std::span<const double>(key), order);
-      const std::size_t head = std::min(n, static_cast<std::size_t>(fetch_.shortlist));
-      std::sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(head),
-                [gain](std::uint32_t a, std::uint32_t b) {
-                  return gain[a] != gain[b] ? gain[a] > gain[b] : a < b;
-                });
-    }
+    order_by_descending(std::span<const double>(gain), order);
     const std::size_t k = certified_prefix<double>(
         w, rho, order, s.denominator, log_term_, plan_target() / kOutward,
         std::span(ws_.exact_scratch).subspan(0, n), std::span(ws_.exact_scratch).subspan(n, n));
@@ -364,7 +350,7 @@ class Step {
   }
 
   float weight_floor(int h) {
-    if (fetch_.probability == kOff) return std::numeric_limits<float>::infinity();
+    if (fetch_.probability == StopRules::kNone) return std::numeric_limits<float>::infinity();
     return static_cast<float>(fetch_.probability * state(h).denominator);
   }
 
@@ -551,7 +537,7 @@ class Step {
     for (std::int64_t i = 0; i < moved; ++i) top = std::max(top, weight(h)[i]);
     float any = top;
     for (std::int64_t i = 0; i < residents_; ++i) any = std::max(any, resident_logit(h)[i]);
-    const float most = s.shift + std::log(static_cast<float>(fetch_.cap) * s.beta);
+    const float most = s.shift + std::log(fetch_.cap * s.beta);
     if (any <= s.shift + tolerated && !(most < s.shift - tolerated)) {
       top = any;
     } else {
@@ -589,7 +575,7 @@ class Step {
     HeadState& s = state(h);
     float* w = resident_weight(h);
     const float* sketched = resident_sketched(h);
-    const float cap = static_cast<float>(fetch_.cap);
+    const float cap = fetch_.cap;
     // To the plan's units, in which beta and the sketched weights are; clamped, since 0 * infinity
     // is no weight, and a weight that vanishes in them would escape the cap.
     const float to_plan =
@@ -644,7 +630,7 @@ class Step {
 
   const Kernels& kernels_;
   const LayerShape& shape_;
-  const FetchConfig& fetch_;
+  const FetchRules& fetch_;
   HeadStore& store_;
   Workspace& ws_;
   const HeadStep& step_;
@@ -665,7 +651,7 @@ class Step {
 
 }  // namespace
 
-void Workspace::reserve(const LayerShape& shape, const FetchConfig& fetch, std::int64_t compressed,
+void Workspace::reserve(const LayerShape& shape, const FetchRules& fetch, std::int64_t compressed,
                         std::int64_t residents) {
   const auto grow = [](auto& vector, std::int64_t size) {
     if (static_cast<std::int64_t>(vector.size()) < size)
@@ -715,7 +701,7 @@ std::int64_t Workspace::bytes() const {
   return sum;
 }
 
-void attend_head(const Kernels& kernels, const LayerShape& shape, const FetchConfig& fetch,
+void attend_head(const Kernels& kernels, const LayerShape& shape, const FetchRules& fetch,
                  HeadStore& store, Workspace& workspace, const HeadStep& step) noexcept {
   Step(kernels, shape, fetch, store, workspace, step).run();
 }

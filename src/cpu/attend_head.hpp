@@ -7,11 +7,12 @@
 #include <span>
 #include <vector>
 
-#include <verkv/kv_cache_manager.hpp>
+#include <verkv/reports.hpp>
 
 #include "cpu/fetch_search.hpp"
 #include "cpu/head_store.hpp"
 #include "cpu/kernels.hpp"
+#include "fetch_rules.hpp"
 
 namespace verkv::cpu {
 
@@ -33,7 +34,7 @@ class Workspace {
  public:
   // Room for a KV head of this shape with `compressed` tokens under sketch and `residents` resident
   // ones.
-  void reserve(const LayerShape& shape, const FetchConfig& fetch, std::int64_t compressed,
+  void reserve(const LayerShape& shape, const FetchRules& fetch, std::int64_t compressed,
                std::int64_t residents);
   std::int64_t bytes() const;
 
@@ -75,7 +76,7 @@ struct HeadStep {
   KvHeadReport* kv_report = nullptr;
 };
 
-void attend_head(const Kernels& kernels, const LayerShape& shape, const FetchConfig& fetch,
+void attend_head(const Kernels& kernels, const LayerShape& shape, const FetchRules& fetch,
                  HeadStore& store, Workspace& workspace, const HeadStep& step) noexcept;
 
 }  // namespace verkv::cpu

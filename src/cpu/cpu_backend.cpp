@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include <verkv/kv_cache_manager.hpp>
 #include <verkv/sample.hpp>
 
 #include "backend.hpp"
@@ -17,7 +18,9 @@
 #include "cpu/calibration.hpp"
 #include "cpu/head_store.hpp"
 #include "cpu/kernels.hpp"
+#include "fetch_rules.hpp"
 #include "inclusion_pool.hpp"
+#include "settings.hpp"
 #include "thread_pool.hpp"
 
 namespace verkv::cpu {
@@ -77,19 +80,18 @@ class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(const CacheConfig& config)
       : config_(config),
-        kernels_(config.vector_code ? vector_kernels() : scalar_kernels()),
-        pool_(config.threads),
+        rules_(fetch_rules(config)),
+        kernels_(config.study.vector_code ? vector_kernels() : scalar_kernels()),
+        pool_(config.threads.value_or(0)),
         workspaces_(static_cast<std::size_t>(pool_.size())) {
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
       LayerShape shape;
       shape.config = config.layers[i];
-      if (shape.config.global_layer < 0) shape.config.global_layer = static_cast<std::int64_t>(i);
       shape.storage = config.storage;
       if (shape.config.cached) {
         shape.group = static_cast<int>(shape.config.query_heads / shape.config.kv_heads);
-        shape.scale = static_cast<float>(
-            shape.config.scale > 0 ? shape.config.scale
-                                   : 1 / std::sqrt(static_cast<double>(shape.config.key_dim)));
+        shape.scale = logit_scale(shape.config);
+        shape.soft_cap = static_cast<float>(shape.config.soft_cap.value_or(0));
         shape.sketch_bits = config.sketch.bits;
         shape.sketch = largest_sketch_shape(config.sketch.kind, config.sketch.bits,
                                             static_cast<int>(shape.config.key_dim));
@@ -209,8 +211,8 @@ class CpuBackend final : public Backend {
       step.query = batch.queries.row(row, head * shape.group);
       step.query_type = batch.queries.type;
       step.query_stride = batch.queries.head_stride;
-      step.output = batch.output + first_query * c.value_dim;
-      step.lse = batch.lse != nullptr ? batch.lse + first_query : nullptr;
+      step.output = batch.output.data() + first_query * c.value_dim;
+      step.lse = batch.lse.empty() ? nullptr : batch.lse.data() + first_query;
       step.query_reports = query_reports.data() + first_query;
       step.kv_report = kv_reports.data() + index;
       const SequenceId id = batch.sequences[static_cast<std::size_t>(row)];
@@ -224,9 +226,8 @@ class CpuBackend final : public Backend {
         return;
       }
       Sequence& sequence = find(id);
-      step.score_window = sequence.compressed_before[layer] && config_.chunk_tokens > 0;
-      attend_head(kernels_, shape, config_.fetch,
-                  sequence.layers[layer][static_cast<std::size_t>(head)],
+      step.score_window = sequence.compressed_before[layer] && config_.chunk_tokens;
+      attend_head(kernels_, shape, rules_, sequence.layers[layer][static_cast<std::size_t>(head)],
                   workspaces_[static_cast<std::size_t>(worker)], step);
     };
     pool_.run(static_cast<std::int64_t>(batch.sequences.size()) * c.kv_heads, task);
@@ -257,13 +258,14 @@ class CpuBackend final : public Backend {
 
   DrawKey draw_key(std::uint64_t draw, std::size_t layer, std::size_t head) const {
     const LayerConfig& c = shapes_[layer].config;
-    return {config_.seed, draw, static_cast<std::uint32_t>(c.global_layer),
+    return {config_.seed, draw,
+            static_cast<std::uint32_t>(c.global_layer.value_or(static_cast<std::int64_t>(layer))),
             static_cast<std::uint32_t>(c.first_global_kv_head + static_cast<std::int64_t>(head))};
   }
 
   void reserve_workspaces(std::size_t layer, std::int64_t compressed, std::int64_t residents) {
     for (Workspace& workspace : workspaces_) {
-      workspace.reserve(shapes_[layer], config_.fetch, compressed, residents);
+      workspace.reserve(shapes_[layer], rules_, compressed, residents);
     }
   }
 
@@ -368,11 +370,12 @@ class CpuBackend final : public Backend {
   // received. The layer's heads share a pool unless each has its own; layers are appended one by
   // one, so they cannot share one here.
   void compress_outgrown_window(Sequence& sequence, std::size_t layer) {
-    if (config_.chunk_tokens == 0 || config_.keep >= 1) return;
+    if (!config_.chunk_tokens || config_.keep >= 1) return;
+    const std::int64_t chunk = *config_.chunk_tokens;
     std::vector<HeadStore>& heads = sequence.layers[layer];
     const std::int64_t compressed = heads.front().compressed();
     const std::int64_t outgrown = heads.front().tokens() - compressed - config_.local_tokens;
-    if (outgrown < config_.chunk_tokens) return;
+    if (outgrown < chunk) return;
     // Each chunk has its own budget, but the window is rebuilt once: an append may bring many
     // chunks.
     std::vector<HeadPlan> whole(heads.size());
@@ -383,14 +386,14 @@ class CpuBackend final : public Backend {
       whole[h].begin = compressed;
       for (std::int64_t i = 0; i < outgrown; ++i) score[h].push_back(heads[h].window_score(i));
     }
-    for (std::int64_t at = 0; at + config_.chunk_tokens <= outgrown; at += config_.chunk_tokens) {
+    for (std::int64_t at = 0; at + chunk <= outgrown; at += chunk) {
       std::vector<HeadPlan> plans(heads.size());
       for (std::size_t h = 0; h < heads.size(); ++h) {
         plans[h].layer = layer;
         plans[h].head = h;
         plans[h].begin = compressed + at;
         plans[h].importance = score[h].data() + at;
-        plans[h].odds.assign(static_cast<std::size_t>(config_.chunk_tokens), Positive16{});
+        plans[h].odds.assign(static_cast<std::size_t>(chunk), Positive16{});
       }
       solve_pools(sequence, plans, config_.pool == Pool::head ? Pool::head : Pool::layer, false);
       for (std::size_t h = 0; h < heads.size(); ++h) {
@@ -401,6 +404,7 @@ class CpuBackend final : public Backend {
   }
 
   CacheConfig config_;
+  FetchRules rules_;
   const Kernels& kernels_;
   ThreadPool pool_;
   std::vector<LayerShape> shapes_;

@@ -8,8 +8,9 @@
 #include <span>
 #include <vector>
 
-#include <verkv/kv_cache_manager.hpp>
+#include <verkv/reports.hpp>
 #include <verkv/sample.hpp>
+#include <verkv/settings.hpp>
 #include <verkv/sketch.hpp>
 
 #include "cpu/kernels.hpp"
@@ -43,6 +44,7 @@ struct LayerShape {
   LayerConfig config;
   int group = 1;  // query heads per KV head
   float scale = 1;
+  float soft_cap = 0;  // 0: none
   DType storage = DType::f16;
   int sketch_bits = 2;
   SketchShape sketch;  // the largest; each head has its own

@@ -32,7 +32,6 @@ using verkv::FetchOrder;
 using verkv::ImportanceView;
 using verkv::InvalidArgument;
 using verkv::kNoSequence;
-using verkv::kOff;
 using verkv::KvCacheManager;
 using verkv::KvHeadReport;
 using verkv::LayerConfig;
@@ -209,8 +208,8 @@ class Twins {
         lse[which].assign(size(rows * l.query_heads), 9);
         query[which].resize(lse[which].size());
         kv[which].resize(size(rows * l.kv_heads));
-        batch.output = output[which].data();
-        batch.lse = lse[which].data();
+        batch.output = output[which];
+        batch.lse = lse[which];
         if (reports) {
           batch.query_reports = query[which];
           batch.kv_reports = kv[which];
@@ -224,8 +223,8 @@ class Twins {
         if (space == MemorySpace::device) {
           output_copy = DeviceBuffer<float>(static_cast<std::int64_t>(output[1].size()), "output");
           lse_copy = DeviceBuffer<float>(static_cast<std::int64_t>(lse[1].size()), "lse");
-          batch.output = output_copy.data();
-          batch.lse = lse_copy.data();
+          batch.output = {output_copy.data(), output[1].size()};
+          batch.lse = {lse_copy.data(), lse[1].size()};
         }
         if (capture_on == nullptr) {
           cuda->attend(static_cast<std::int64_t>(i), batch);
@@ -388,7 +387,7 @@ std::vector<CacheConfig> configurations() {
   c.storage = DType::bf16;
   c.pool = Pool::sequence;
   c.sketch.bits = 3;
-  c.inclusion_floor = 0.02;
+  c.study.inclusion_floor = 0.02;
   c.layers[1].dense = true;
   configs.push_back(c);
   c = small_config();
@@ -396,17 +395,17 @@ std::vector<CacheConfig> configurations() {
   c.pool = Pool::layer;
   c.sketch.bits = 4;
   c.fetch.epsilon = 0.1;
-  c.fetch.risk = kOff;
+  c.fetch.risk.reset();
   configs.push_back(c);
   c = small_config();
-  c.select = Selection::topk;
+  c.study.select = Selection::topk;
   c.fetch.mode = FetchMode::never;
   c.layers[0].cached = false;
   configs.push_back(c);
   c = small_config();
   c.sketch.kind = SketchKind::exact;
   c.fetch.limit_tokens = 5;
-  c.chunk_tokens = 0;
+  c.chunk_tokens.reset();
   c.layers[0].global_layer = 6;
   c.layers[0].first_global_kv_head = 3;
   configs.push_back(c);
@@ -495,7 +494,7 @@ TEST_CASE("launches of a step, and capture", "[cpu-device]") {
   AttendBatch batch;
   batch.sequences = ids;
   batch.queries = verkv::token_major(query_copy, DType::f32, 1, l.query_heads, l.key_dim);
-  batch.output = output.data();
+  batch.output = {output.data(), size(output.size())};
   machine.forget_launches();
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t exec = nullptr;
@@ -520,7 +519,7 @@ TEST_CASE("launches of a step, and capture", "[cpu-device]") {
       cudaMemcpy(result.data(), output.data(), 4 * result.size(), cudaMemcpyDeviceToHost));
   std::vector<float> expected(result.size());
   batch.queries.data = queries.data();
-  batch.output = expected.data();
+  batch.output = expected;
   twins.cpu->attend(0, batch);
   for (std::size_t i = 0; i < result.size(); ++i) {
     REQUIRE(std::fabs(result[i] - expected[i]) <= kOutputTolerance);
@@ -570,7 +569,7 @@ class GraphScene {
     result.sequences = std::span(ids_).subspan(first, rows);
     result.queries = verkv::token_major(query_copy_, DType::f32, static_cast<std::int64_t>(rows),
                                         layer_.query_heads, layer_.key_dim);
-    result.output = output_.data();
+    result.output = {output_.data(), rows * size(layer_.query_heads * layer_.value_dim)};
     return result;
   }
   void attend(std::size_t which) { twins_->cuda->attend(0, batch(which)); }
@@ -608,7 +607,7 @@ class GraphScene {
     std::vector<float> expected(result.size());
     AttendBatch own = batch(which);
     own.queries.data = queries_.data();
-    own.output = expected.data();
+    own.output = expected;
     twins_->cpu->attend(0, own);
     return std::equal(result.begin(), result.end(), expected.begin(),
                       [](float a, float b) { return std::fabs(a - b) <= kOutputTolerance; });
@@ -763,7 +762,7 @@ TEST_CASE("device queries that are not finite are reported by a later call") {
     batch.sequences = ids;
     batch.queries =
         verkv::token_major(twins.placed(queries), DType::f32, 3, l.query_heads, l.key_dim);
-    batch.output = output.data();
+    batch.output = {output.data(), size(output.size())};
     batch.query_reports = reports;
     twins.cuda->attend(0, batch);
     return reports[size(row * l.query_heads + head)];
@@ -806,9 +805,8 @@ TEST_CASE("device queries that are not finite are reported by a later call") {
 TEST_CASE("what a device does not do is refused before anything is allocated", "[cpu-device]") {
   device::reset_device();
   CacheConfig config = small_config();
-  config.fetch.order = FetchOrder::exact;
-  config.fetch.shortlist = 3;
-  REQUIRE(verkv::cuda_unsupported_reasons(config).size() == 2);
+  config.study.order = FetchOrder::exact;
+  REQUIRE(verkv::cuda_unsupported_reasons(config).size() == 1);
   REQUIRE_THROWS_AS(verkv::make_cuda_cache(config), InvalidArgument);
   config = small_config();
   REQUIRE(verkv::cuda_unsupported_reasons(config).empty());
@@ -866,7 +864,7 @@ TEST_CASE("refused memory leaves the cache as it was", "[cpu-device]") {
     no_other_way.host_register = false;
     device::Device& machine = device::reset_device(no_other_way);
     CacheConfig config = small_config();
-    config.chunk_tokens = 0;
+    config.chunk_tokens.reset();
     CudaOptions options;
     options.require_pinned = true;
     Twins twins(config, 1, options);
@@ -1077,7 +1075,8 @@ TEST_CASE("random calls") {
     config.layers[1].dense = random.below(3) == 0;
     config.keep = random.below(4) == 0 ? 1 : 0.25;
     config.local_tokens = static_cast<std::int64_t>(random.below(3)) * 5;
-    config.chunk_tokens = static_cast<std::int64_t>(random.below(3)) * 7;
+    const std::int64_t chunk = static_cast<std::int64_t>(random.below(3)) * 7;
+    config.chunk_tokens = chunk > 0 ? std::optional(chunk) : std::nullopt;
     config.sink_tokens = static_cast<std::int64_t>(random.below(3)) * 3;
     config.pool = seed % 2 == 0 ? Pool::layer : Pool::sequence;
     config.threads = 1;
@@ -1170,7 +1169,7 @@ TEST_CASE("a recorded cache") {
       batch.sequences = std::span(&id, 1);
       batch.queries = one(layer.query);
       outputs[which].emplace_back(size(layer.query_heads * layer.value_dim));
-      batch.output = outputs[which].back().data();
+      batch.output = outputs[which].back();
       reports[which].emplace_back(size(layer.query_heads));
       batch.query_reports = reports[which].back();
       cache.attend(0, batch);

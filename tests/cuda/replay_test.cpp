@@ -87,7 +87,7 @@ TEST_CASE("--backend cuda says what is missing") {
     }
   };
   refuses({"--backend", "cuda", "--order", "exact"},
-          "--backend cuda: the exact order of fetches; a device orders by key");
+          "--backend cuda: the exact order of fetches; a device orders by worth");
   device::DeviceOptions none;
   none.devices = 0;
   device::reset_device(none);

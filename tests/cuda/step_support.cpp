@@ -33,9 +33,9 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
   c.query_heads = setup.kv_heads * setup.group;
   c.key_dim = setup.key_dim;
   c.value_dim = setup.value_dim;
-  c.soft_cap = setup.soft_cap;
   shape_.group = setup.group;
   shape_.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(setup.key_dim)));
+  shape_.soft_cap = static_cast<float>(setup.soft_cap);
   shape_.storage = setup.storage;
   shape_.sketch_bits = setup.sketch.bits;
   shape_.sketch =
@@ -100,9 +100,8 @@ LayerView Scene::layer_view() const {
   view.storage = setup_.storage;
   view.sketch = shape_.sketch;
   view.mode = setup_.fetch.mode;
-  view.rules = {setup_.fetch.epsilon, log_two_over(setup_.fetch.delta), setup_.fetch.risk,
-                setup_.fetch.probability};
-  view.cap = static_cast<float>(setup_.fetch.cap);
+  view.rules = setup_.fetch;
+  view.cap = setup_.fetch.cap;
   view.limit_tokens = setup_.fetch.limit_tokens;
   return view;
 }

@@ -13,10 +13,14 @@
 #include <vector>
 
 #include "cpu/attend_head.hpp"
+#include "fetch_rules.hpp"
 #include "step.hpp"
 #include "step_workspace.hpp"
 
 namespace verkv::cuda::test {
+
+// A stop rule that is off.
+inline constexpr double kOff = StopRules::kNone;
 
 // What a case is made of; the defaults are the library's.
 struct Setup {
@@ -28,7 +32,7 @@ struct Setup {
   DType storage = DType::f16;
   DType query_type = DType::f32;
   SketchConfig sketch;
-  FetchConfig fetch;
+  FetchRules fetch = fetch_rules(CacheConfig{});
   // Tokens and compressed tokens of each sequence.
   struct Length {
     std::int64_t tokens = 0;

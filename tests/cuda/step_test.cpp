@@ -327,7 +327,7 @@ TEST_CASE("Rules, modes and limits") {
     REQUIRE(require_equal(setup).fetched == 150);
   }
   SECTION("no cap") {
-    setup.fetch.cap = kOff;
+    setup.fetch.cap = std::numeric_limits<float>::infinity();
     setup.fetch.epsilon = kOff;
     require_equal(setup);
   }

@@ -12,12 +12,13 @@
 #include <cstdint>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include <verkv/inclusion.hpp>
-#include <verkv/kv_cache_manager.hpp>
 #include <verkv/sample.hpp>
+#include <verkv/settings.hpp>
 #include <verkv/sketch.hpp>
 
 #include "reference/reference.hpp"
@@ -68,13 +69,13 @@ inline std::vector<Vector> pool_odds(const CacheConfig& config,
   budget = std::max(0.0, budget);
 
   Vector odds;
-  if (config.select == Selection::topk) {
+  if (config.study.select == Selection::topk) {
     const Indices order = descending(tau);
     odds.assign(tau.size(), 0.0);
     const std::size_t kept = std::min(tau.size(), static_cast<std::size_t>(budget + 0.5));
     for (std::size_t i = 0; i < kept; ++i) odds[order[i]] = kInfinite;
   } else {
-    const double floor = config.inclusion_floor;
+    const double floor = config.study.inclusion_floor;
     const double above = (budget - floor * static_cast<double>(tau.size())) / (1 - floor);
     for (const double r : inclusion(tau, std::max(0.0, above)).r) {
       odds.push_back(static_cast<double>(to_float(stored_odds(floor + (1 - floor) * r))));
@@ -107,6 +108,7 @@ inline std::vector<bool> draw(const Vector& odds, const DrawKey& key, std::size_
 struct HeadCase {
   LayerConfig layer;
   FetchConfig fetch;
+  StudyConfig study;
   SketchConfig sketch;
   std::vector<std::vector<float>> key;  // of all tokens, as stored
   std::vector<std::vector<float>> value;
@@ -137,11 +139,11 @@ struct StepAnswer {
 };
 
 inline double attention_scale(const LayerConfig& layer) {
-  return layer.scale > 0 ? layer.scale : 1 / std::sqrt(static_cast<double>(layer.key_dim));
+  return layer.scale.value_or(1 / std::sqrt(static_cast<double>(layer.key_dim)));
 }
 
-inline double capped_logit(double logit, double soft_cap) {
-  return soft_cap > 0 ? soft_cap * std::tanh(logit / soft_cap) : logit;
+inline double capped_logit(double logit, const std::optional<double>& soft_cap) {
+  return soft_cap ? *soft_cap * std::tanh(logit / *soft_cap) : logit;
 }
 
 inline double exact_logit(const HeadCase& head, const std::vector<float>& query, std::size_t i) {
@@ -338,32 +340,24 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
     std::vector<bool> own(low.size(), false);
     if (fetch.mode == FetchMode::always) own.assign(low.size(), true);
     if (fetch.mode == FetchMode::verified) {
-      if (fetch.epsilon != kOff) {
+      if (fetch.epsilon) {
         Vector rank = key[h];
-        if (fetch.order == FetchOrder::exact) {
+        if (head.study.order == FetchOrder::exact) {
           rank = gains(weight[h], r, denominator[h], fetch.delta);
         }
         Indices order = descending(rank);
-        if (fetch.order == FetchOrder::key && fetch.shortlist > 0) {
-          const Vector gain = gains(weight[h], r, denominator[h], fetch.delta);
-          const std::size_t leading =
-              std::min(low.size(), static_cast<std::size_t>(fetch.shortlist));
-          std::stable_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(leading),
-                           [&](std::size_t a, std::size_t b) {
-                             return gain[a] != gain[b] ? gain[a] > gain[b] : a < b;
-                           });
-        }
         if (head.peeks) {
           std::stable_partition(order.begin(), order.end(),
                                 [&](std::size_t p) { return !head.resident[low[p]]; });
         }
         const std::size_t k =
-            first_certified(weight[h], r, order, denominator[h], fetch.delta, fetch.epsilon);
+            first_certified(weight[h], r, order, denominator[h], fetch.delta, *fetch.epsilon);
         for (std::size_t p = 0; p < k; ++p) own[order[p]] = true;
       }
       for (std::size_t p = 0; p < low.size(); ++p) {
-        if (key[h][p] > fetch.risk * denominator[h] * denominator[h]) own[p] = true;
-        if (weight[h][p] > fetch.probability * denominator[h]) own[p] = true;
+        if (fetch.risk && key[h][p] > *fetch.risk * denominator[h] * denominator[h]) own[p] = true;
+        if (head.study.probability && weight[h][p] > *head.study.probability * denominator[h])
+          own[p] = true;
       }
     }
     for (std::size_t p = 0; p < low.size(); ++p) {
@@ -376,8 +370,9 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
   for (std::size_t i = 0; i < compressed; ++i) {
     if (wanted[i]) answer.fetched.push_back(i);
   }
-  const std::size_t limit = static_cast<std::size_t>(fetch.limit_tokens);
-  if (limit > 0 && answer.fetched.size() > limit) {
+  const std::size_t limit =
+      fetch.limit_tokens ? static_cast<std::size_t>(*fetch.limit_tokens) : answer.fetched.size();
+  if (answer.fetched.size() > limit) {
     answer.limited = true;
     Vector share(compressed, 0.0);
     for (std::size_t p = 0; p < low.size(); ++p) {
@@ -425,7 +420,8 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
       if (exact[i] || !head.resident[i]) continue;
       const double lambda = lambda_at(w, own_r, rest.beta);
       const double plain = std::log(lambda) + logit[h][i];
-      const double most = std::log(fetch.cap * rest.beta * own_r / (1 - own_r)) + shift[h];
+      const double most =
+          std::log(head.study.cap.value_or(kInfinite) * rest.beta * own_r / (1 - own_r)) + shift[h];
       term[i] = std::min(plain, most) - std::log(own_r);
     }
     result.lse = log_sum_exp(term);

@@ -13,7 +13,7 @@
 namespace verkv::test {
 
 struct TestBackend {
-  // Serves the exact order of fetches and the shortlist.
+  // Serves FetchOrder::exact.
   bool exact_order = true;
   // Outputs and LSE do not change by a bit with rows of the batch or the room of the buffers;
   // otherwise they agree to rounding. Decisions never change.

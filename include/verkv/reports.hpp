@@ -1,0 +1,92 @@
+// What goes in and out of a decode step besides keys and values, and what a cache reports about
+// itself.
+#ifndef VERKV_REPORTS_HPP
+#define VERKV_REPORTS_HPP
+
+#include <cstdint>
+#include <span>
+
+#include <verkv/view.hpp>
+
+namespace verkv {
+
+// Name of a sequence, given by KvCacheManager::create_sequence.
+struct SequenceId {
+  std::int64_t value = -1;
+  friend bool operator==(SequenceId, SequenceId) = default;
+};
+
+// A padding row of a batch: output 0, LSE -infinity.
+inline constexpr SequenceId kNoSequence{};
+
+// What a step did for one query head.
+struct QueryHeadReport {
+  // The bound of Eq. 7 on |D_hat - D| / D over what was not fetched, from sketched weights. 0 where
+  // the answer is exact, infinite where the bound cannot be computed (a NaN logit).
+  double epsilon = 0;
+  // epsilon is finite and not above FetchConfig::epsilon (any finite one where that rule is off). A
+  // value, not an error: a fetch limit may prevent it.
+  bool certified = false;
+  // Tokens that this head alone asked for, residents included.
+  std::int64_t planned_tokens = 0;
+};
+
+// What a step did for one KV head: the union over its group of query heads.
+struct KvHeadReport {
+  std::int64_t fetched_tokens = 0;  // exact in this step though not always resident
+  std::int64_t moved_tokens = 0;    // of those, copied from the host (not resident already)
+  std::int64_t moved_bytes = 0;
+  std::int64_t resident_tokens = 0;  // read on the fast tier
+  bool limited = false;              // FetchConfig::limit_tokens cut the plan
+};
+
+// One decode step of a ragged batch. Row i attends with sequences[i]; a sequence may appear once.
+// Outputs and reports must not overlap each other nor any input. Sizes are exact.
+struct AttendBatch {
+  std::span<const SequenceId> sequences;
+  // [row][query head][key_dim], f32, f16 or bf16, any strides.
+  TensorView queries;
+  // [row][query head][value_dim], dense.
+  std::span<float> output;
+  // [row][query head], natural logarithm of the softmax denominator; or empty.
+  std::span<float> lse;
+  // [row][query head]; or empty.
+  std::span<QueryHeadReport> query_reports;
+  // [row][KV head]; or empty.
+  std::span<KvHeadReport> kv_reports;
+};
+
+// Bytes in use, by tier and purpose.
+struct MemoryReport {
+  std::int64_t resident_bytes = 0;   // keys and values on the fast tier, local window included
+  std::int64_t sketch_bytes = 0;     // codes, scales, channel means, the queries' side of a basis
+  std::int64_t metadata_bytes = 0;   // odds, positions, scores of the local window
+  std::int64_t host_bytes = 0;       // keys and values on the host tier
+  std::int64_t basis_bytes = 0;      // main memory: a calibrated sketch's basis, for tokens to come
+  std::int64_t workspace_bytes = 0;  // per thread buffers of a step; shared by all sequences
+  std::int64_t reserved_bytes = 0;   // allocated beyond all of the above, for growth
+  // Main memory: blocks of the host tier, with their room for growth, that the device reads though
+  // they could not be pinned. host_bytes and reserved_bytes count them already.
+  std::int64_t pageable_bytes = 0;
+
+  std::int64_t fast_bytes() const { return resident_bytes + sketch_bytes + metadata_bytes; }
+};
+
+// Counters of one layer since the start or the last reset. A decision is one (row, query head).
+struct LayerStatistics {
+  std::int64_t steps = 0;  // rows that attended
+  std::int64_t decisions = 0;
+  std::int64_t certified = 0;       // decisions certified at the end
+  std::int64_t fetching = 0;        // decisions that asked for at least one token
+  std::int64_t planned_tokens = 0;  // over all decisions
+  std::int64_t fetched_tokens = 0;  // over all KV heads, unions
+  std::int64_t moved_tokens = 0;
+  std::int64_t moved_bytes = 0;
+  // Tokens that the KV heads held, summed over steps: the denominator of shares.
+  std::int64_t cached_tokens = 0;
+  std::int64_t resident_tokens = 0;  // of those, resident
+};
+
+}  // namespace verkv
+
+#endif  // VERKV_REPORTS_HPP

@@ -1,0 +1,149 @@
+// Settings of a cache. Engines set the first few fields of CacheConfig; every other field has a
+// default that suits them.
+//
+//   verkv::CacheConfig config;
+//   config.layers = {{.kv_heads = 8, .query_heads = 32, .key_dim = 128, .value_dim = 128}};
+//   config.keep = 1.0 / 16;
+//
+// std::optional without a value means "off" or "none". A setting outside its range, or outside its
+// enumeration, is named by unsupported_reasons().
+#ifndef VERKV_SETTINGS_HPP
+#define VERKV_SETTINGS_HPP
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <verkv/config.hpp>
+#include <verkv/types.hpp>
+
+namespace verkv {
+
+// Whether a step may fetch from the host.
+enum class FetchMode : std::uint8_t {
+  verified,  // what the stop rules ask for
+  never,     // residents only; the certificate is still reported
+  always     // every token that is not resident
+};
+
+// Which tokens share one constant c of Eq. 3 (or one top-k).
+enum class Pool : std::uint8_t {
+  head,     // each (layer, KV head) by itself
+  layer,    // all KV heads of a layer
+  sequence  // all layers and KV heads of a sequence
+};
+
+// Which tokens stay on the fast tier.
+enum class Selection : std::uint8_t {
+  poisson,  // PoissonComp: independent draws with inclusion probability r (Eq. 3)
+  topk      // the most important ones, for the baselines
+};
+
+// How the tokens to fetch are ordered.
+enum class FetchOrder : std::uint8_t {
+  worth,  // by fetch_worth (fetch_plan.hpp)
+  exact   // by Eq. 9, each gain computed exactly; slow
+};
+
+// Shape of one layer. Layers may differ.
+struct LayerConfig {
+  std::int64_t kv_heads = 1;
+  // A multiple of kv_heads; query head h belongs to KV head h / (query_heads / kv_heads).
+  std::int64_t query_heads = 1;
+  std::int64_t key_dim = 0;
+  std::int64_t value_dim = 0;
+  // logit = scale * q.k; none: 1 / sqrt(key_dim).
+  std::optional<double> scale = std::nullopt;
+  // logit <- soft_cap * tanh(logit / soft_cap).
+  std::optional<double> soft_cap = std::nullopt;
+  // false: the layer keeps no cache here (layers without attention, sliding-window layers).
+  bool cached = true;
+  // true: the layer stays uncompressed and exact.
+  bool dense = false;
+  // Sliding window of the model, tokens. Not supported: refused unless the layer is not cached.
+  std::optional<std::int64_t> window = std::nullopt;
+  // Place in the whole model, so that draws do not depend on how layers and heads are split over
+  // ranks. global_layer: none is the index in CacheConfig::layers.
+  std::optional<std::int64_t> global_layer = std::nullopt;
+  std::int64_t first_global_kv_head = 0;
+};
+
+// When a step fetches, and what it promises. Each rule that is on asks for a set of tokens; a
+// query head fetches their union. D is its softmax denominator, w a weight, rho the odds of a
+// token, beta the shrinkage (docs/math/fetch_plan.md).
+struct FetchConfig {
+  FetchMode mode = FetchMode::verified;
+  // Risk rule: fetch every token with fetch_worth(w, rho, beta) / D^2 above this price, > 0.
+  std::optional<double> risk = 1e-4;
+  // Certificate rule: fetch until |D_hat - D| / D is certified not to exceed epsilon, in (0, 1),
+  // with probability at least 1 - delta.
+  std::optional<double> epsilon = 0.3;
+  // In (0, 1).
+  double delta = 0.1;
+  // Most tokens fetched per KV head and step, at least 1.
+  std::optional<std::int64_t> limit_tokens = std::nullopt;
+};
+
+// How logits of tokens that are not resident are estimated.
+struct SketchConfig {
+  SketchKind kind = SketchKind::calibrated;
+  // 2, 3 or 4 bits a coordinate on average; SketchKind::exact ignores them.
+  int bits = 2;
+};
+
+// What studies vary and no engine needs.
+struct StudyConfig {
+  Selection select = Selection::poisson;
+  // Smallest inclusion probability of any token, in [0, keep]; 0: Eq. 3 itself.
+  double inclusion_floor = 0;
+  FetchOrder order = FetchOrder::worth;
+  // Baseline of top-k: fetch every token whose sketched attention probability exceeds this, > 0.
+  std::optional<double> probability = std::nullopt;
+  // Bound on lambda of drawn tokens by their exact weight, >= 1.
+  std::optional<double> cap = 2;
+  // false: the scalar reference kernels.
+  bool vector_code = true;
+};
+
+struct CacheConfig {
+  std::vector<LayerConfig> layers;
+  // Of keys and values in both tiers.
+  DType storage = DType::f16;
+  // Share of tokens that stays resident, in (0, 1]; sinks and local window are paid from it.
+  double keep = 0.0625;
+  FetchConfig fetch;
+  // Most bytes of residents, sketch and metadata, and most bytes of the host tier; append checks
+  // both.
+  std::optional<std::int64_t> fast_bytes_limit = std::nullopt;
+  std::optional<std::int64_t> host_bytes_limit = std::nullopt;
+  // Most recent tokens and first tokens: always resident.
+  std::int64_t local_tokens = 32;
+  std::int64_t sink_tokens = 4;
+  // Tokens compressed at a time during decode, at least 1; none: only when compress is called.
+  std::optional<std::int64_t> chunk_tokens = 128;
+  Pool pool = Pool::head;
+  SketchConfig sketch;
+  // Of the draws and of the sketch's rotation.
+  std::uint64_t seed = 0;
+  // At least 1; none: one per hardware thread. Results do not depend on it.
+  std::optional<int> threads = std::nullopt;
+  StudyConfig study;
+};
+
+// Why this configuration cannot be served: one sentence for each reason, with value and limit;
+// empty if it can. Allocates nothing on any tier.
+VERKV_API std::vector<std::string> unsupported_reasons(const CacheConfig& config);
+
+// ---- For studies --------------------------------------------------------------------------------
+
+// The `keep` at which residents, sketch and metadata of `layer` together take `fast_share` of the
+// bytes of its full keys and values. A calibrated sketch's basis belongs to a sequence, not to a
+// token, and is not counted. Throws InvalidArgument, with the least possible share, where the
+// sketch alone takes more.
+VERKV_API double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType storage,
+                                     const SketchConfig& sketch);
+
+}  // namespace verkv
+
+#endif  // VERKV_SETTINGS_HPP

@@ -1,0 +1,241 @@
+#include "settings.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include <verkv/error.hpp>
+
+namespace verkv {
+namespace {
+
+// Integer scores stay exact in binary32.
+constexpr std::int64_t kMaxDim = 512;
+// 16 bits of a Philox counter each.
+constexpr std::int64_t kMaxLayers = 65536;
+constexpr std::int64_t kMaxHeads = 65536;
+constexpr int kMaxThreads = 1024;
+
+// Scales and caps are used in binary32.
+constexpr double kSmallestFactor = 1e-30;
+constexpr double kLargestFactor = 1e30;
+
+bool computable(double factor) { return factor >= kSmallestFactor && factor <= kLargestFactor; }
+
+bool in_open_unit(double x) { return x > 0 && x < 1; }
+
+bool finite_above(double x, double limit) { return std::isfinite(x) && x > limit; }
+
+// Whether the value is one of its enumeration's. A new enumerator does not compile without a case
+// (-Wswitch).
+bool known(FetchMode mode) {
+  switch (mode) {
+    case FetchMode::verified:
+    case FetchMode::never:
+    case FetchMode::always:
+      return true;
+  }
+  return false;
+}
+
+bool known(Pool pool) {
+  switch (pool) {
+    case Pool::head:
+    case Pool::layer:
+    case Pool::sequence:
+      return true;
+  }
+  return false;
+}
+
+bool known(Selection select) {
+  switch (select) {
+    case Selection::poisson:
+    case Selection::topk:
+      return true;
+  }
+  return false;
+}
+
+bool known(FetchOrder order) {
+  switch (order) {
+    case FetchOrder::worth:
+    case FetchOrder::exact:
+      return true;
+  }
+  return false;
+}
+
+bool known(SketchKind kind) {
+  switch (kind) {
+    case SketchKind::exact:
+    case SketchKind::calibrated:
+      return true;
+  }
+  return false;
+}
+
+// One sentence for each reason.
+class Reasons {
+ public:
+  template <class... Args>
+  void add(fmt::format_string<Args...> text, Args&&... args) {
+    list_.push_back(fmt::format(text, std::forward<Args>(args)...));
+  }
+
+  template <class Enumeration>
+  void add_unless_known(const char* what, Enumeration value) {
+    if (!known(value)) add("{} {}; not a value of its enumeration", what, static_cast<int>(value));
+  }
+
+  std::vector<std::string> take() { return std::move(list_); }
+
+ private:
+  std::vector<std::string> list_;
+};
+
+void check_layer(std::size_t i, const LayerConfig& layer, Reasons& reasons) {
+  if (layer.kv_heads < 1 || layer.kv_heads > kMaxHeads || layer.first_global_kv_head < 0 ||
+      layer.first_global_kv_head > kMaxHeads - layer.kv_heads) {
+    reasons.add("layer {}: {} KV heads from global head {}; 1 to {} in all are supported", i,
+                layer.kv_heads, layer.first_global_kv_head, kMaxHeads);
+  } else if (layer.query_heads < 1 || layer.query_heads % layer.kv_heads != 0) {
+    reasons.add("layer {}: {} query heads are not a positive multiple of {} KV heads", i,
+                layer.query_heads, layer.kv_heads);
+  } else if (layer.query_heads > kMaxHeads) {
+    reasons.add("layer {}: {} query heads; at most {} are supported", i, layer.query_heads,
+                kMaxHeads);
+  }
+  if (layer.key_dim < 1 || layer.key_dim > kMaxDim) {
+    reasons.add("layer {}: key head size {}; 1 to {} are supported", i, layer.key_dim, kMaxDim);
+  }
+  if (layer.value_dim < 1 || layer.value_dim > kMaxDim) {
+    reasons.add("layer {}: value head size {}; 1 to {} are supported", i, layer.value_dim, kMaxDim);
+  }
+  if (layer.scale && !computable(*layer.scale)) {
+    reasons.add("layer {}: scale {}; {} to {} are supported, or none for 1/sqrt(head size)", i,
+                *layer.scale, kSmallestFactor, kLargestFactor);
+  }
+  if (layer.soft_cap && !computable(*layer.soft_cap)) {
+    reasons.add("layer {}: soft cap {}; {} to {} are supported, or none", i, *layer.soft_cap,
+                kSmallestFactor, kLargestFactor);
+  }
+  if (layer.window) {
+    reasons.add(
+        "layer {}: sliding window of {} tokens; only layers without a window are supported (set "
+        "cached to false to leave the layer to the engine)",
+        i, *layer.window);
+  }
+  if (layer.global_layer && (*layer.global_layer < 0 || *layer.global_layer >= kMaxLayers)) {
+    reasons.add("layer {}: global layer {}; 0 to {} are supported, or none for its index", i,
+                *layer.global_layer, kMaxLayers - 1);
+  }
+}
+
+void check_fetch(const FetchConfig& fetch, Reasons& reasons) {
+  reasons.add_unless_known("fetch mode", fetch.mode);
+  if (fetch.risk && !finite_above(*fetch.risk, 0))
+    reasons.add("risk {}; must be finite and above 0, or off", *fetch.risk);
+  if (fetch.epsilon && !in_open_unit(*fetch.epsilon))
+    reasons.add("epsilon {}; must lie in (0, 1), or be off", *fetch.epsilon);
+  if (!in_open_unit(fetch.delta)) reasons.add("delta {}; must lie in (0, 1)", fetch.delta);
+  if (fetch.limit_tokens && *fetch.limit_tokens < 1)
+    reasons.add("fetch limit of {} tokens; must be at least 1, or none", *fetch.limit_tokens);
+}
+
+void check_study(const StudyConfig& study, double keep, Reasons& reasons) {
+  reasons.add_unless_known("selection", study.select);
+  reasons.add_unless_known("fetch order", study.order);
+  if (!(study.inclusion_floor >= 0 && study.inclusion_floor <= keep && study.inclusion_floor < 1)) {
+    reasons.add("inclusion floor {}; must lie in [0, keep = {}] and below 1", study.inclusion_floor,
+                keep);
+  }
+  if (study.probability && !finite_above(*study.probability, 0))
+    reasons.add("probability {}; must be finite and above 0, or off", *study.probability);
+  if (study.cap && !(std::isfinite(*study.cap) && *study.cap >= 1))
+    reasons.add("cap {}; must be finite and at least 1, or off", *study.cap);
+}
+
+template <class... Args>
+[[noreturn]] void invalid(fmt::format_string<Args...> text, Args&&... args) {
+  throw InvalidArgument(fmt::format(text, std::forward<Args>(args)...));
+}
+
+}  // namespace
+
+bool is_known(DType type) {
+  switch (type) {
+    case DType::f32:
+    case DType::f16:
+    case DType::bf16:
+      return true;
+  }
+  return false;
+}
+
+std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
+  Reasons reasons;
+  if (config.layers.empty()) reasons.add("no layers; at least one is needed");
+  if (static_cast<std::int64_t>(config.layers.size()) > kMaxLayers)
+    reasons.add("{} layers; at most {} are supported", config.layers.size(), kMaxLayers);
+  for (std::size_t i = 0; i < config.layers.size(); ++i) {
+    if (config.layers[i].cached) check_layer(i, config.layers[i], reasons);
+  }
+  if (!is_known(config.storage)) {
+    reasons.add("storage type {}; f32, f16 and bf16 are supported",
+                static_cast<int>(config.storage));
+  }
+  if (!(config.keep > 0 && config.keep <= 1))
+    reasons.add("keep {}; must lie in (0, 1]", config.keep);
+  check_fetch(config.fetch, reasons);
+  if (config.fast_bytes_limit && *config.fast_bytes_limit < 0)
+    reasons.add("fast tier limit of {} bytes; cannot be negative", *config.fast_bytes_limit);
+  if (config.host_bytes_limit && *config.host_bytes_limit < 0)
+    reasons.add("host tier limit of {} bytes; cannot be negative", *config.host_bytes_limit);
+  if (config.local_tokens < 0)
+    reasons.add("{} local tokens; cannot be negative", config.local_tokens);
+  if (config.sink_tokens < 0) reasons.add("{} sink tokens; cannot be negative", config.sink_tokens);
+  if (config.chunk_tokens && *config.chunk_tokens < 1)
+    reasons.add("{} chunk tokens; must be at least 1, or none", *config.chunk_tokens);
+  reasons.add_unless_known("pool", config.pool);
+  const SketchConfig& sketch = config.sketch;
+  reasons.add_unless_known("sketch kind", sketch.kind);
+  if (sketch.kind == SketchKind::calibrated && (sketch.bits < 2 || sketch.bits > 4))
+    reasons.add("a sketch of {} bits; 2, 3 and 4 are supported", sketch.bits);
+  if (config.threads && (*config.threads < 1 || *config.threads > kMaxThreads)) {
+    reasons.add("{} threads; 1 to {} are supported, or none for one per hardware thread",
+                *config.threads, kMaxThreads);
+  }
+  check_study(config.study, config.keep, reasons);
+  return reasons.take();
+}
+
+void check_config(const CacheConfig& config) {
+  const std::vector<std::string> reasons = unsupported_reasons(config);
+  if (!reasons.empty()) throw InvalidArgument(fmt::format("{}", fmt::join(reasons, "; ")));
+}
+
+double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType storage,
+                           const SketchConfig& sketch) {
+  if (!(fast_share > 0 && fast_share <= 1))
+    invalid("fast share {}; must lie in (0, 1]", fast_share);
+  if (layer.key_dim < 1 || layer.value_dim < 1) {
+    invalid("head sizes {} and {}; both must be positive", layer.key_dim, layer.value_dim);
+  }
+  const double full = static_cast<double>(layer.key_dim + layer.value_dim) *
+                      static_cast<double>(size_bytes(storage));
+  // Per token: codes and scale of the sketch, and odds; per resident: its row and its 4-byte
+  // position. The matrices of the sketch belong to a sequence, not to a token: not counted.
+  const double code_bits = static_cast<double>((layer.key_dim + 3) / 4 * 4 * sketch.bits);
+  const double fixed = (sketch.kind == SketchKind::exact ? 0 : code_bits / 8 + 2) + 2;
+  const double keep = (fast_share * full - fixed) / (full + 4);
+  if (!(keep > 0)) {
+    invalid("a fast share of {} cannot hold the sketch; it needs more than {:.4f}", fast_share,
+            fixed / full);
+  }
+  return std::min(1.0, keep);
+}
+
+}  // namespace verkv
