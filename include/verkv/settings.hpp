@@ -106,13 +106,14 @@ struct StudyConfig {
   bool vector_code = true;
 };
 
+// Designated initialisers may leave out what they like: every member has an initialiser.
 struct CacheConfig {
   std::vector<LayerConfig> layers;
   // Of keys and values in both tiers.
   DType storage = DType::f16;
   // Share of tokens that stays resident, in (0, 1]; sinks and local window are paid from it.
   double keep = 0.0625;
-  FetchConfig fetch;
+  FetchConfig fetch = {};
   // Most bytes of residents, sketch and metadata, and most bytes of the host tier; append checks
   // both.
   std::optional<std::int64_t> fast_bytes_limit = std::nullopt;
@@ -123,12 +124,12 @@ struct CacheConfig {
   // Tokens compressed at a time during decode, at least 1; none: only when compress is called.
   std::optional<std::int64_t> chunk_tokens = 128;
   Pool pool = Pool::head;
-  SketchConfig sketch;
+  SketchConfig sketch = {};
   // Of the draws and of the sketch's rotation.
   std::uint64_t seed = 0;
   // At least 1; none: one per hardware thread. Results do not depend on it.
   std::optional<int> threads = std::nullopt;
-  StudyConfig study;
+  StudyConfig study = {};
 };
 
 // Why this configuration cannot be served: one sentence for each reason, with value and limit;
