@@ -6,7 +6,7 @@
 // binary32; the sums of the blocks are added ascending in double. A token that does not count adds
 // 0 or nothing: no term is negative, so both give the same bits.
 //
-// Dialect: src/cpu/kernels_simd.cpp: fold
+// Dialect: src/cpu/simd/lanes-inl.hpp: fold
 // Dialect: cuda/device_math.cuh: fold16
 // Dialect: cuda/sums.cuh: fold_lanes
 // Dialect: cuda/exact_products.cuh: fold_heads

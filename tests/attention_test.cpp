@@ -25,8 +25,7 @@ using Vector = std::vector<double>;
 constexpr float kInfinityF = std::numeric_limits<float>::infinity();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// ---- weight_exp
-// --------------------------------------------------------------------------------------
+// ---- weight_exp --------------------------------------------------------------------------------
 
 double exp_error(float x) {
   return std::fabs(static_cast<double>(verkv::weight_exp(x)) / std::exp(static_cast<double>(x)) -
@@ -108,8 +107,7 @@ TEST_CASE("soft cap") {
   CHECK(std::isnan(verkv::soft_capped(std::numeric_limits<double>::quiet_NaN(), 30.0)));
 }
 
-// ---- Dense attention
-// ----------------------------------------------------------------------------------
+// ---- Dense attention ---------------------------------------------------------------------------
 
 struct Problem {
   Vector query;
@@ -231,78 +229,7 @@ TEST_CASE("dense attention: a logit that is not a number is not hidden") {
   CHECK(std::isnan(bad.output[0]));
 }
 
-// ---- Merge
-// --------------------------------------------------------------------------------------------
-
-template <class T>
-void merge(std::vector<T>& output, T& log_sum, const std::vector<T>& other, T other_log_sum) {
-  verkv::merge_attention<T>(output, log_sum, other, other_log_sum);
-}
-
-Attention merged(Attention a, const Attention& b) {
-  merge(a.output, a.log_sum, b.output, b.log_sum);
-  return a;
-}
-
-TEST_CASE("merging parts equals dense attention over their union, however it is cut") {
-  Random random(84);
-  for (int trial = 0; trial < 200; ++trial) {
-    const std::size_t n = 3 + random.below(60);
-    const Problem p = random_problem(random, n, 16, 5);
-    const std::size_t first = random.below(n + 1);
-    const std::size_t second = first + random.below(n - first + 1);
-    const Attention a = attend(p, 0, first, 5);
-    const Attention b = attend(p, first, second, 5);
-    const Attention c = attend(p, second, n, 5);
-    const Attention whole = attend(p, 0, n, 5);
-    INFO("trial " << trial << ", parts " << first << ", " << second - first << ", " << n - second);
-    REQUIRE(near(merged(merged(a, b), c), whole, 1e-12));
-    REQUIRE(near(merged(a, merged(b, c)), whole, 1e-12));  // associative
-    REQUIRE(near(merged(merged(c, a), b), whole, 1e-12));
-    const Attention ab = merged(a, b);  // commutative, to the last bit
-    const Attention ba = merged(b, a);
-    REQUIRE(ab.log_sum == ba.log_sum);
-    REQUIRE(ab.output == ba.output);
-  }
-}
-
-TEST_CASE("the empty part is neutral, on either side and with itself") {
-  const Attention empty{{0, 0}, -kInfinity};
-  const Attention some{{1.5, -2}, 3.25};
-  for (const Attention& both : {merged(empty, some), merged(some, empty)}) {
-    CHECK(both.output == some.output);
-    CHECK(both.log_sum == some.log_sum);
-  }
-  const Attention nothing = merged(empty, empty);
-  CHECK(nothing.log_sum == -kInfinity);
-  CHECK(nothing.output == Vector{0, 0});
-  // The output of an empty part is never read.
-  const Attention junk{{std::numeric_limits<double>::quiet_NaN(), kInfinity}, -kInfinity};
-  CHECK(merged(junk, some).output == some.output);
-  CHECK(merged(some, junk).output == some.output);
-}
-
-TEST_CASE("merge: far apart, beyond exp, not a number, binary32") {
-  const Attention low{{5}, -1000};
-  const Attention high{{2}, 1000};
-  CHECK(merged(low, high).output == Vector{2});
-  CHECK(merged(low, high).log_sum == 1000);
-  const Attention same = merged({{1}, 5000}, {{3}, 5000});
-  CHECK(same.output == Vector{2});
-  CHECK_THAT(same.log_sum, Catch::WithinRel(5000 + std::log(2.0), 1e-15));
-  CHECK(std::isnan(merged({{1}, std::numeric_limits<double>::quiet_NaN()}, high).log_sum));
-  CHECK(std::isnan(merged(high, {{1}, std::numeric_limits<double>::quiet_NaN()}).log_sum));
-
-  std::vector<float> output = {1};
-  float log_sum = 1;
-  merge<float>(output, log_sum, {2}, 2);
-  const double share = 1 / (1 + std::exp(1.0));
-  CHECK_THAT(static_cast<double>(output[0]), Catch::WithinRel(share + 2 * (1 - share), 1e-6));
-  CHECK_THAT(static_cast<double>(log_sum), Catch::WithinRel(2 + std::log1p(std::exp(-1.0)), 1e-6));
-}
-
-// ---- The estimate of the output
-// ------------------------------------------------------------------------
+// ---- The estimate of the output ----------------------------------------------------------------
 
 // With a_i the coefficient of a token of L (0 where it was not drawn),
 //   o_hat - o = (1 / D_hat) sum over L of (a_i - 1) w_i (v_i - o)

@@ -53,6 +53,48 @@ TEST_CASE("odds form against Lemma 1 in the paper's terms") {
   }
 }
 
+TEST_CASE("settled tokens join with the terms that they would have had") {
+  Random random(47);
+  for (int trial = 0; trial < 500; ++trial) {
+    const LowCase c = random_low_case(random, 2 + random.below(100));
+    const Vector rho = c.odds();
+    const TailTerms all = terms_of(c.w, rho);
+    verkv::SettledTerms settled;
+    Vector open_w, open_rho;
+    for (std::size_t i = 0; i < c.w.size(); ++i) {
+      const double w = c.w[i];
+      if (random.below(2) == 0) {
+        open_w.push_back(w);
+        open_rho.push_back(rho[i]);
+      } else if (w > all.beta * rho[i]) {
+        settled.above_weight += w;
+        settled.above_odds += rho[i];
+        settled.above_largest_odds =
+            std::max(settled.above_largest_odds, static_cast<float>(std::max(rho[i], 1.0)));
+      } else if (w > 0) {
+        settled.below_variance += w * w / rho[i];
+        settled.below_jump =
+            std::max(settled.below_jump, static_cast<float>(w / rho[i] * std::max(rho[i], 1.0)));
+      }
+    }
+    const TailTerms open = verkv::tail_terms<double, double>(open_w, open_rho, all.beta);
+    const TailTerms joined = verkv::joined(open, settled);
+    INFO("trial " << trial);
+    REQUIRE(joined.beta == all.beta);
+    REQUIRE_THAT(joined.variance, Catch::WithinRel(all.variance, 1e-12));
+    REQUIRE_THAT(joined.max_jump, Catch::WithinRel(all.max_jump, 1e-6));  // settled in binary32
+  }
+  CHECK(verkv::joined({2, 3, 4}, {}).variance == 3);
+  CHECK(verkv::joined({2, 3, 4}, {}).max_jump == 4);
+}
+
+TEST_CASE("D computes if it is positive and finite; a step's certificate is enlarged") {
+  CHECK(verkv::is_computable(1e-300));
+  for (const double d : {0.0, -1.0, kInfinity, kNaN}) CHECK_FALSE(verkv::is_computable(d));
+  const TailTerms terms{1, 2, 3};
+  CHECK(verkv::outward_certificate(terms, 10, 3) == verkv::certificate(terms, 10, 3) * (1 + 1e-5));
+}
+
 TEST_CASE("removing tokens from L never raises the certificate") {
   Random random(42);
   int violations = 0;
@@ -148,8 +190,7 @@ TEST_CASE("what cannot be computed is never certified") {
   CHECK(certificate_of({1, 1}, {0.1, kNaN}, 3, 0.1) == kInfinity);
 }
 
-// ---- The promise itself
-// ------------------------------------------------------------------------------
+// ---- The promise itself ------------------------------------------------------------------------
 
 // Redraws L `trials` times and counts how often |D_hat - D| / D is above `bound`.
 template <class Draw>

@@ -65,8 +65,7 @@ double gain_error(const LowCase& c, double delta) {
   return worst;
 }
 
-// ---- Eq. 9
-// ---------------------------------------------------------------------------------------------
+// ---- Eq. 9 -------------------------------------------------------------------------------------
 
 TEST_CASE("exact gains against removing each token in turn") {
   Random random(51);
@@ -160,8 +159,7 @@ TEST_CASE("exact gains are never negative: the certificate is monotone") {
   }
 }
 
-// ---- Eq. 10
-// --------------------------------------------------------------------------------------------
+// ---- Eq. 10 ------------------------------------------------------------------------------------
 
 TEST_CASE("k* by bisection equals the linear scan, on any order") {
   Random random(55);
@@ -289,8 +287,54 @@ TEST_CASE("k* of the exact order is never below the size of the best subset") {
              << " more");
 }
 
-// ---- The order of worth -
-// -----------------------------------------------------------------------------------
+// ---- Stop rules and the first pivot -------------------------------------------------------------
+
+TEST_CASE(
+    "stop rules in units of a head's weights; infinite where off or where D does not compute") {
+  const float none = std::numeric_limits<float>::infinity();
+  verkv::StopRules rules;
+  CHECK_FALSE(rules.certifies());
+  CHECK_FALSE(rules.asks_for_more());
+  const verkv::RuleThresholds off = verkv::thresholds(rules, 8);
+  CHECK(off.worth == std::numeric_limits<float>::max());  // nothing is worth more
+  CHECK(off.weight == none);
+  CHECK(off.target == kInfinity);
+
+  rules = {.epsilon = 0.25, .log_term = 3, .risk = 0.5, .probability = 0.125};
+  CHECK(rules.certifies());
+  CHECK(rules.asks_for_more());
+  const verkv::RuleThresholds on = verkv::thresholds(rules, 8);
+  CHECK(on.worth == 32);
+  CHECK(on.weight == 1);
+  CHECK(on.target < 0.25);
+  CHECK_THAT(on.target * verkv::kOutward, Catch::WithinRel(0.25, 1e-15));
+  CHECK(verkv::thresholds(rules, 1e30).worth == std::numeric_limits<float>::max());
+
+  for (const double d : {0.0, -1.0, kInfinity, kNaN}) {
+    const verkv::RuleThresholds nothing = verkv::thresholds(rules, d);
+    CHECK(nothing.worth == none);
+    CHECK(nothing.weight == none);
+    CHECK(nothing.target == kInfinity);
+  }
+}
+
+TEST_CASE("the first pivot: where the sample's worth sums to its share of the variance") {
+  const std::vector<float> sorted = {1, 2, 4, 8};
+  // 40 tokens, 10 a sample: sums 10, 30, 70. V = 0.18 (target D)^2 / l.
+  const auto pivot = [&](double variance) {
+    return verkv::first_pivot(sorted, 40, 0.5, std::sqrt(variance * 3 / 0.18) / 0.5, 3);
+  };
+  CHECK(pivot(9) == 1);
+  CHECK(pivot(11) == 2);
+  CHECK(pivot(29) == 2);
+  CHECK(pivot(31) == 4);
+  CHECK(pivot(69) == 4);
+  CHECK(pivot(71) == 8);
+  CHECK(pivot(1e9) == 8);
+  CHECK(verkv::first_pivot(std::vector<float>{3}, 1, 0.5, 1, 3) == 3);
+}
+
+// ---- The order of worth ------------------------------------------------------------------------
 
 TEST_CASE("worth is the integral of the mean square error's slope in the weight") {
   Random random(58);
@@ -366,8 +410,7 @@ TEST_CASE("worth scales with the square of the weights: the order does not see a
   }
 }
 
-// ---- Sorting
-// --------------------------------------------------------------------------------------------
+// ---- Sorting -----------------------------------------------------------------------------------
 
 TEST_CASE("descending order, ties to the lower index") {
   CHECK(order_of({}).empty());

@@ -1,4 +1,8 @@
-// Attention over a set of tokens, partial states and their merge.
+// Attention over a set of tokens: exponentials of logits in a fixed sequence of operations, and the
+// dense answer.
+//
+// Dialect: src/cpu/simd/weights-inl.hpp: weight_exp
+// Dialect: cuda/head_passes.cuh: to_weights
 #ifndef VERKV_ATTENTION_HPP
 #define VERKV_ATTENTION_HPP
 
@@ -19,9 +23,6 @@ namespace verkv {
 // The numbers of weight_exp, for all its dialects: exp(x) = 2^n exp(r) with n the integer nearest
 // to x / log 2 and exp(r) = 1 + r + r^2 (c2 + c3 r + ... + c7 r^5). Coefficients of Cephes
 // (Moshier).
-//
-// Dialect: src/cpu/kernels_simd.cpp: weight_exp
-// Dialect: cuda/head_passes.cuh: to_weights
 namespace exp_terms {
 // Below, the result is 0. exp(-87) is the last whole power of e that is a normal number.
 inline constexpr float kLowest = -87.0f;
@@ -95,32 +96,6 @@ VERKV_HD T soft_capped(T logit, T cap) {
   } else {
     return cap > T(0) ? cap * std::tanh(logit / cap) : logit;
   }
-}
-
-// Attention over a part of the tokens: the normalised output and the natural logarithm of the
-// part's denominator. The empty part is (0, -infinity).
-//
-// Merge of two parts: lse = log(e^lse_a + e^lse_b), output = e^(lse_a - lse) a + e^(lse_b - lse) b.
-// It is commutative and, up to rounding, associative; the empty part is neutral. Accumulates part b
-// into part a, in place; outputs of the same length.
-template <class T>
-VERKV_HD void merge_attention(std::span<T> output_a, T& lse_a, std::span<const T> output_b,
-                              T lse_b) {
-  constexpr T minus_infinity = -std::numeric_limits<T>::infinity();
-  if (lse_b == minus_infinity) return;
-  if (lse_a == minus_infinity) {
-    for (std::size_t i = 0; i < output_a.size(); ++i) output_a[i] = output_b[i];
-    lse_a = lse_b;
-    return;
-  }
-  const T top = lse_a > lse_b ? lse_a : lse_b;
-  const T a = std::exp(lse_a - top);
-  const T b = std::exp(lse_b - top);
-  const T sum = a + b;
-  for (std::size_t i = 0; i < output_a.size(); ++i) {
-    output_a[i] = (a * output_a[i] + b * output_b[i]) / sum;
-  }
-  lse_a = top + std::log(sum);
 }
 
 // Dense attention of one query over n tokens in double: the answer everything is measured against.

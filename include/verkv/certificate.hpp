@@ -9,7 +9,8 @@
 // Removing tokens from L never raises eps(L). Scaling all weights and D by one number changes
 // nothing.
 //
-// Dialect: src/cpu/kernels_simd.cpp: tail_of
+// Dialect: src/cpu/simd/weights-inl.hpp: tail_of
+// Dialect: src/cpu/simd/plan-inl.hpp: plan_compact
 // Dialect: cuda/terms.cuh: tail_of
 #ifndef VERKV_CERTIFICATE_HPP
 #define VERKV_CERTIFICATE_HPP

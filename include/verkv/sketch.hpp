@@ -10,6 +10,8 @@
 // Scores are sums of products of small integers, so they have no order of summation: every backend
 // computes the same integer. A key coordinate enters as an unsigned byte, a query coordinate as a
 // signed one.
+//
+// Dialect: src/cpu/simd/sketch-inl.hpp: sketch_logits_of
 #ifndef VERKV_SKETCH_HPP
 #define VERKV_SKETCH_HPP
 

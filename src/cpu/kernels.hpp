@@ -1,6 +1,6 @@
 // The inner loops of a CPU step, over one KV head and its group of query heads. Two
 // implementations: scalar (the reference, kernels_scalar.cpp) and portable vectors with run-time
-// dispatch (kernels_simd.cpp).
+// dispatch (kernels_simd.cpp, by topic in simd/).
 //
 // The order of every summation is fixed: sum_order.hpp says what a lane sum is.
 // [heads][stride] arrays are head-major: element (h, i) at h * stride + i.
@@ -19,8 +19,12 @@
 
 namespace verkv::cpu {
 
-// Most query heads handed to one kernel call; larger groups are cut by the caller.
+// Most query heads handed to one kernel call; larger groups are cut by the caller. Query groups of
+// today's models have at most 8 heads, and vectors take 4 at a time.
 inline constexpr int kMaxHeads = 8;
+// Rows of a block of weighted_rows: a block's rounding errors stay below 256 * 2^-24 of its sum of
+// magnitudes, and its coefficients in the first cache.
+inline constexpr std::int64_t kBlockRows = 256;
 
 // Rows of keys or values: row i starts at element i * stride and has dim elements.
 struct Rows {
@@ -44,15 +48,15 @@ inline float load_element(const Rows& rows, std::int64_t row, std::int64_t j) {
   return 0;
 }
 
-// Per query head constants of sketch_logits.
+// What sketch_logits needs of a query head: logit = factor * scale * (dot - 127 query_sum) + shift.
 struct HeadConstants {
   std::int32_t query_sum = 0;
   float factor = 0;
   float shift = 0;
 };
 
-// One head's tokens during the search for the certificate's threshold. Structure of arrays,
-// caller's memory.
+// One head's tokens during the search for a threshold (fetch_search.hpp): arrays in the caller's
+// memory.
 struct PlanArrays {
   float* weight = nullptr;
   float* odds = nullptr;
@@ -61,72 +65,80 @@ struct PlanArrays {
   std::int64_t count = 0;
 };
 
+// Odds are those of the compressed tokens, infinite for tokens of H; w and rho are the weight and
+// the odds of a token. All comparisons are in binary32.
 struct Kernels {
-  const char* name;  // instruction set
+  // The instruction set.
+  const char* name;
 
-  // out[h][i] = q[h] . row(index ? index[i] : i), 0 <= i < count. Queries [heads][q_stride] are
-  // zero-padded to a multiple of 16. Coordinate j goes to lane j % 16 by fma, ascending; fold16.
-  // Reads no element past a row's end.
+  // out[h][i] = q[h] . row(index ? index[i] : i), 0 <= i < count.
+  //   q: [heads][q_stride], zero-padded to a multiple of 16
+  // Coordinate j is added to lane j % 16 by fma, ascending; fold16. Reads no element past a row's
+  // end.
   void (*dot_rows)(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* q,
                    int heads, std::int64_t q_stride, float* out, std::int64_t out_stride);
 
-  // out[h][j] += sum over i of c[h][i] * row(...)[j]: blocks of 256 rows, fma ascending from 0,
-  // then one addition to out.
+  // out[h][j] += sum over i of c[h][i] * row(index ? index[i] : i)[j], 0 <= i < count.
+  // Blocks of kBlockRows rows: fma ascending from 0, then one addition to out.
   void (*weighted_rows)(const Rows& rows, const std::uint32_t* index, std::int64_t count,
                         const float* c, int heads, std::int64_t c_stride, float* out,
                         std::int64_t out_stride);
 
-  // out[h][i] = sketch_logit of token i, 0 <= i < count (sketch.hpp). q: [heads][q_stride] bytes,
-  // padded_dim() used. out may be written up to the next multiple of 16 past count (the arrays have
-  // room; codes hold whole groups; scale and odds arrays are readable up to there).
-  // out_largest[h] = max over tokens i < count with finite odds, -infinity where none (NaN ignored;
-  // a zero is +0).
+  // out[h][i] = sketch_logit of token i (sketch.hpp), 0 <= i < count.
+  //   q: [heads][q_stride] bytes, padded_dim() used
+  //   codes: whole groups of 16 tokens; scale, odds: readable up to the next multiple of 16
+  //   out: may be written up to the next multiple of 16
+  //   out_largest[h]: max over the tokens with finite odds, -infinity where there are none; NaN is
+  //   ignored, a zero is +0
   void (*sketch_logits)(const SketchShape& shape, const std::uint8_t* codes,
                         const Positive16* scale, const Positive16* odds, std::int64_t count,
                         const std::int8_t* q, int heads, std::int64_t q_stride,
                         const HeadConstants* constants, float* out, std::int64_t out_stride,
                         float* out_largest);
 
-  // In place: w[h][i] = odds finite ? weight_exp(w[h][i] - shift[h]) : 0. out_sum[h]: lane sum of
-  // w.
+  // In place: w[h][i] = odds finite ? weight_exp(w[h][i] - shift[h]) : 0.
+  //   out_sum[h]: lane sum of w
   void (*weights)(float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
                   int heads, const float* shift, double* out_sum);
 
-  // Lane sums of w and rho over the tokens with w > beta * rho (product rounded to binary32). H
-  // tokens have w = 0 and never pass.
+  // Lane sums of w and rho over the tokens with w > beta * rho. Tokens of H have w = 0 and never
+  // pass.
   void (*beta_sums)(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
                     int heads, const float* beta, double* out_weight, double* out_odds);
 
-  // variance: lane sum of variance_term, jump: max of jump_term, over tokens with w > 0
-  // (certificate.hpp, binary32).
+  // Over the tokens with w > 0: the lane sum of variance_term, the max of jump_term
+  // (certificate.hpp).
   void (*tail_sums)(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
                     int heads, const float* beta, double* out_variance, float* out_jump);
 
-  // Appends to out, ascending, every token for which some head has fetch_worth(w, rho, beta[h]) >
-  // worth_threshold[h] or w > weight_threshold[h] (binary32; w > 0; a negative worth_threshold
-  // takes every such token). Returns how many; out_planned[h] += tokens that head h asked for. out
-  // has room for count + 16.
+  // Appends to out, ascending, every token that some head asks for: w > 0 and
+  //   fetch_worth(w, rho, beta[h]) > worth_threshold[h], or w > weight_threshold[h],
+  // where a negative worth_threshold takes every token with w > 0.
+  //   out: room for count + 16
+  //   out_planned[h]: raised by the number of tokens that head h asks for
+  // Returns how many tokens were appended.
   std::int64_t (*select_tokens)(const float* w, std::int64_t stride, const Positive16* odds,
                                 std::int64_t count, int heads, const float* beta,
                                 const float* worth_threshold, const float* weight_threshold,
                                 std::uint32_t* out, std::int64_t* out_planned);
 
-  // Fills `plan` with the tokens of one head that have w > 0, ascending, and their worth. plan
-  // arrays have room for count + 16.
+  // Fills `plan` with the tokens of one head that have w > 0, ascending, and what they are worth.
+  //   plan: arrays with room for count + 16
   void (*plan_start)(const float* w, const Positive16* odds, std::int64_t count, float beta,
                      PlanArrays& plan);
 
-  // beta_sums and tail_sums over the tokens of the plan with worth <= threshold (lanes and blocks
-  // by index in the arrays).
+  // beta_sums and tail_sums over the tokens of the plan with worth <= threshold; lanes and blocks
+  // are by index in the arrays.
   void (*plan_beta_sums)(const PlanArrays& plan, float threshold, float beta, double& out_weight,
                          double& out_odds);
   void (*plan_tail_sums)(const PlanArrays& plan, float threshold, float beta, double& out_variance,
                          float& out_jump);
 
-  // Drops from the plan, keeping the order of the rest: tokens with worth > drop_above; of
-  // those with worth <= settle_below, tokens with w > beta_high * rho (added to settled.above_*)
-  // and tokens with w <= beta_low * rho (added to settled.below_*). The additions are lane sums of
-  // this call, then one addition in double.
+  // Drops from the plan, keeping the order of the rest:
+  //   tokens with worth > drop_above;
+  //   tokens with worth <= settle_below and w > beta_high * rho, added to settled.above_*;
+  //   tokens with worth <= settle_below and w <= beta_low * rho, added to settled.below_*.
+  // The additions are lane sums of this call, then one addition in double.
   void (*plan_compact)(PlanArrays& plan, float drop_above, float settle_below, float beta_low,
                        float beta_high, SettledTerms& settled);
 };

@@ -1,4 +1,5 @@
-// The reference kernels: one token after the other, with the lane order that kernels.hpp fixes.
+// The reference kernels: one token after the other, in the order of sum_order.hpp.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -11,7 +12,7 @@
 namespace verkv::cpu {
 namespace {
 
-// The fixed order of summation over tokens.
+// A lane sum over tokens (sum_order.hpp).
 class LaneSum {
  public:
   void add(std::int64_t i, float x) {
@@ -49,9 +50,8 @@ void dot_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, 
 
 void weighted_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* c,
                    int heads, std::int64_t c_stride, float* out, std::int64_t out_stride) {
-  constexpr std::int64_t block = 256;
-  for (std::int64_t begin = 0; begin < count; begin += block) {
-    const std::int64_t end = begin + block < count ? begin + block : count;
+  for (std::int64_t begin = 0; begin < count; begin += kBlockRows) {
+    const std::int64_t end = std::min(begin + kBlockRows, count);
     for (int h = 0; h < heads; ++h) {
       for (int j = 0; j < rows.dim; ++j) {
         float sum = 0;

@@ -1,0 +1,175 @@
+// Weights of all tokens, and the sums of beta and of the certificate over them.
+//
+// The guard opens once for every instruction set.
+#if defined(VERKV_SRC_CPU_SIMD_WEIGHTS_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef VERKV_SRC_CPU_SIMD_WEIGHTS_INL_HPP
+#undef VERKV_SRC_CPU_SIMD_WEIGHTS_INL_HPP
+#else
+#define VERKV_SRC_CPU_SIMD_WEIGHTS_INL_HPP
+#endif
+
+#include <algorithm>
+#include <cstdint>
+
+#include <verkv/attention.hpp>
+#include <verkv/types.hpp>
+
+#include "cpu/kernels.hpp"
+#include "cpu/simd/lanes-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace verkv::cpu {
+namespace HWY_NAMESPACE {
+#if VERKV_VECTORS
+namespace {
+
+// Dialect of verkv/attention.hpp: weight_exp where `keep`, 0 elsewhere.
+HWY_INLINE VF weight_exp(VF x, MF keep) {
+  using namespace exp_terms;
+  const MF below = hn::Lt(x, hn::Set(df, kLowest));
+  const VF highest = hn::Set(df, kHighest);
+#if HWY_ARCH_X86
+  const VF top = hn::Min(highest, x);  // NaN where x is
+#else
+  const VF top = hn::IfThenElse(hn::Gt(x, highest), highest, x);
+#endif
+  // 127 more than weight_exp adds, so that the low bits are a biased exponent. It moves no
+  // rounding: the product is never half-way between integers, as the constant has 24 significant
+  // bits.
+  const VF magic = hn::Set(df, kRounder + 127.0f);
+  const VF shifted = hn::MulAdd(top, hn::Set(df, kPerLog2), magic);
+  const VF n = hn::Sub(shifted, magic);
+  VF r = hn::MulAdd(n, hn::Set(df, -kLog2High), top);
+  r = hn::MulAdd(n, hn::Set(df, -kLog2Low), r);
+  VF p = hn::Set(df, kC7);
+  p = hn::MulAdd(p, r, hn::Set(df, kC6));
+  p = hn::MulAdd(p, r, hn::Set(df, kC5));
+  p = hn::MulAdd(p, r, hn::Set(df, kC4));
+  p = hn::MulAdd(p, r, hn::Set(df, kC3));
+  p = hn::MulAdd(p, r, hn::Set(df, kC2));
+  const VF y = hn::Add(hn::MulAdd(p, hn::Mul(r, r), r), hn::Set(df, 1.0f));
+  const VF power = hn::BitCast(df, hn::ShiftLeft<23>(hn::BitCast(du32, shifted)));
+  return hn::IfThenElseZero(hn::AndNot(below, keep), hn::Mul(y, power));
+}
+
+template <int kHeads>
+void weights_of(float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
+                const float* shift, double* out_sum) {
+  double total[kHeads] = {};
+  for (std::int64_t begin = 0; begin < count; begin += kBlockTokens) {
+    VF lane[kHeads][kParts];
+    zero(lane);
+    each_part(begin, std::min(begin + kBlockTokens, count),
+              [&](std::int64_t i, auto part, auto lanes) VERKV_LAMBDA {
+                const MF finite = lanes.only(hn::Lt(load(odds + i), infinity()));
+                unroll<kHeads>([&](auto h) VERKV_LAMBDA {
+                  float* at = w + h * stride + i;
+                  const VF x = hn::Sub(lanes.load(at), hn::Set(df, shift[h]));
+                  const VF weight = weight_exp(x, finite);
+                  lanes.store(weight, at);
+                  lane[h][part] = hn::Add(lane[h][part], weight);
+                });
+              });
+    add_folds(lane, total);
+  }
+  for (int h = 0; h < kHeads; ++h) out_sum[h] = total[h];
+}
+
+void weights(float* w, std::int64_t stride, const Positive16* odds, std::int64_t count, int heads,
+             const float* shift, double* out_sum) {
+  each_heads(heads, [&](int h, auto n) HWY_ATTR {
+    weights_of<n>(w + h * stride, stride, odds, count, shift + h, out_sum + h);
+  });
+}
+
+template <int kHeads>
+void beta_sums_of(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
+                  const float* beta, double* out_weight, double* out_odds) {
+  double total[2 * kHeads] = {};
+  for (std::int64_t begin = 0; begin < count; begin += kBlockTokens) {
+    VF lane[2 * kHeads][kParts];
+    zero(lane);
+    each_part(begin, std::min(begin + kBlockTokens, count),
+              [&](std::int64_t i, auto part, auto lanes) VERKV_LAMBDA {
+                const VF rho = load(odds + i);
+                unroll<kHeads>([&](auto h) VERKV_LAMBDA {
+                  const VF x = lanes.load(w + h * stride + i);
+                  const MF in = lanes.only(hn::Gt(x, hn::Mul(hn::Set(df, beta[h]), rho)));
+                  VF& weight = lane[h][part];
+                  VF& odd = lane[kHeads + h][part];
+                  weight = hn::IfThenElse(in, hn::Add(weight, x), weight);
+                  odd = hn::IfThenElse(in, hn::Add(odd, rho), odd);
+                });
+              });
+    add_folds(lane, total);
+  }
+  for (int h = 0; h < kHeads; ++h) {
+    out_weight[h] = total[h];
+    out_odds[h] = total[kHeads + h];
+  }
+}
+
+void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
+               int heads, const float* beta, double* out_weight, double* out_odds) {
+  each_heads(heads, [&](int h, auto n) HWY_ATTR {
+    beta_sums_of<n>(w + h * stride, stride, odds, count, beta + h, out_weight + h, out_odds + h);
+  });
+}
+
+// Dialect of verkv/certificate.hpp: variance_term, jump_term.
+struct Tail {
+  VF variance;
+  VF jump;
+};
+HWY_INLINE Tail tail_of(VF w, VF rho, VF beta) {
+  const MF inside = hn::Le(w, hn::Mul(beta, rho));
+  const VF t = hn::Div(w, rho);
+  const VF variance = hn::IfThenElse(inside, hn::Mul(w, t), hn::Mul(hn::Mul(beta, beta), rho));
+  const VF clipped = hn::IfThenElse(inside, t, beta);
+  const VF jump = hn::IfThenElse(hn::Gt(rho, hn::Set(df, 1.0f)), hn::Mul(clipped, rho), clipped);
+  return {variance, jump};
+}
+
+template <int kHeads>
+void tail_sums_of(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
+                  const float* beta, double* out_variance, float* out_jump) {
+  double total[kHeads] = {};
+  VF jump[kHeads][kParts];
+  zero(jump);
+  for (std::int64_t begin = 0; begin < count; begin += kBlockTokens) {
+    VF lane[kHeads][kParts];
+    zero(lane);
+    each_part(begin, std::min(begin + kBlockTokens, count),
+              [&](std::int64_t i, auto part, auto lanes) VERKV_LAMBDA {
+                const VF rho = load(odds + i);
+                unroll<kHeads>([&](auto h) VERKV_LAMBDA {
+                  const VF x = lanes.load(w + h * stride + i);
+                  const MF positive = hn::Gt(x, hn::Zero(df));
+                  const Tail tail = tail_of(x, rho, hn::Set(df, beta[h]));
+                  VF& variance = lane[h][part];
+                  variance = hn::IfThenElse(positive, hn::Add(variance, tail.variance), variance);
+                  raise(jump[h][part], tail.jump, positive);
+                });
+              });
+    add_folds(lane, total);
+  }
+  unroll<kHeads>([&](auto h) VERKV_LAMBDA {
+    out_variance[h] = total[h];
+    out_jump[h] = largest(jump[h], 0.0f);
+  });
+}
+
+void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
+               int heads, const float* beta, double* out_variance, float* out_jump) {
+  each_heads(heads, [&](int h, auto n) HWY_ATTR {
+    tail_sums_of<n>(w + h * stride, stride, odds, count, beta + h, out_variance + h, out_jump + h);
+  });
+}
+
+}  // namespace
+#endif  // VERKV_VECTORS
+}  // namespace HWY_NAMESPACE
+}  // namespace verkv::cpu
+HWY_AFTER_NAMESPACE();
+
+#endif  // VERKV_SRC_CPU_SIMD_WEIGHTS_INL_HPP
