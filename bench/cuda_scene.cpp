@@ -158,7 +158,7 @@ void Scene::compress() {
   }
   std::vector<SketchBasis> bases;
   for (auto& part : parts) bases.push_back(part.get());
-  store_.take(store_.compress(odds, std::move(bases), DrawKey{kSeed, 0, 0, 0}, 0, true,
+  store_.take(store_.compress(odds, std::move(bases), DrawId{kSeed, 0, 0, 0}, 0, true,
                               table_.data(), stream_),
               table_.data(), stream_);
 }

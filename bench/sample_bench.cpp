@@ -11,7 +11,7 @@ using namespace verkv::bench;
 
 void draw(benchmark::State& state) {
   const std::int64_t tokens = state.range(0);
-  const DrawKey key{1, 2, 3, 4};
+  const DrawId key{1, 2, 3, 4};
   for (auto _ : state) {
     std::int64_t kept = 0;
     for (std::int64_t i = 0; i < tokens; ++i) kept += drawn(key, at(i), 1.0 / 16);

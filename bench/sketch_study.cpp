@@ -65,7 +65,7 @@ struct Head {
   std::vector<float> odds;
   double scale = 1;
   int group = 1;
-  verkv::DrawKey draw;
+  verkv::DrawId draw;
 };
 
 std::vector<float> odds_of(const std::vector<float>& importance) {
@@ -383,7 +383,7 @@ void add_step(const Head& head, const Matrix& exact, const Matrix& sketched, Ind
   for (int rule = 0; rule < 2; ++rule) {
     std::vector<std::vector<bool>> drawn(kDraws, std::vector<bool>(n, false));
     for (int draw = 0; draw < kDraws; ++draw) {
-      verkv::DrawKey name = head.draw;
+      verkv::DrawId name = head.draw;
       name.sequence = static_cast<std::uint64_t>(draw);
       for (const std::uint32_t i : low)
         drawn[static_cast<std::size_t>(draw)][i] =

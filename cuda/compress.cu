@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // One block a KV head, so that the order needs no other block.
 __global__ void __launch_bounds__(kDrawThreads)
-    draw_kernel(const HeadView* heads, DrawKey key, std::int64_t begin, std::int64_t end,
+    draw_kernel(const HeadView* heads, DrawId key, std::int64_t begin, std::int64_t end,
                 std::uint32_t* out_position, std::int64_t stride, std::int64_t* out_count) {
   using Scan = cub::BlockScan<int, kDrawThreads, cub::BLOCK_SCAN_WARP_SCANS>;
   __shared__ typename Scan::TempStorage scan;
@@ -325,7 +325,7 @@ cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::in
   return launch(encode_kernel, blocks, kThreads, shared, stream, layer, heads, end, row_stride);
 }
 
-cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawKey& key,
+cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawId& key,
                         std::int64_t begin, std::int64_t end, std::uint32_t* out_position,
                         std::int64_t stride, std::int64_t* out_count, cudaStream_t stream) {
   return launch(draw_kernel, static_cast<unsigned>(layer.kv_heads), kDrawThreads, 0, stream, heads,

@@ -65,7 +65,7 @@ cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::in
 // Positions of [begin, end) that are drawn by the odds in the views, ascending, to
 // out_position [KV head][stride], and their number to out_count [KV head]. `key` is that of KV head
 // 0; the others follow it.
-cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawKey& key,
+cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawId& key,
                         std::int64_t begin, std::int64_t end, std::uint32_t* out_position,
                         std::int64_t stride, std::int64_t* out_count, cudaStream_t stream);
 

@@ -302,7 +302,7 @@ class CudaBackend final : public Backend {
       const LayerStore* store = sequence.layers[layer].get();
       if (store == nullptr || store->compressed() == 0) continue;
       changes.emplace_back(
-          layer, store->redraw(draw_key(draw, layer), spare(), table(layer, sequence), stream_));
+          layer, store->redraw(draw_id(draw, layer), spare(), table(layer, sequence), stream_));
       reserve_lengths(layer, store->compressed(), changes.back().second.most_residents);
     }
     for (auto& [layer, change] : changes) {
@@ -443,7 +443,7 @@ class CudaBackend final : public Backend {
     return std::clamp(config_.chunk_tokens.value_or(0), kLeastSpare, kMostSpare);
   }
 
-  DrawKey draw_key(std::uint64_t draw, std::size_t layer) const {
+  DrawId draw_id(std::uint64_t draw, std::size_t layer) const {
     const LayerConfig& c = layers_[layer].config;
     return {config_.seed, draw,
             static_cast<std::uint32_t>(c.global_layer.value_or(static_cast<std::int64_t>(layer))),
@@ -730,7 +730,7 @@ class CudaBackend final : public Backend {
     for (const LayerPlan& plan : plans) {
       changes.push_back(sequence.layers[plan.layer]->compress(
           plan.odds, calibrate(*sequence.layers[plan.layer], plan, prompt_queries),
-          draw_key(sequence.draw, plan.layer), spare(), !sequence.compressed_before[plan.layer],
+          draw_id(sequence.draw, plan.layer), spare(), !sequence.compressed_before[plan.layer],
           table(plan.layer, sequence), stream_));
       reserve_lengths(plan.layer, plan.begin + plan.count, changes.back().most_residents);
     }

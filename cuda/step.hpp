@@ -1,5 +1,5 @@
 // One decode step on the device: sketched weights, shrinkage, certificate, fetch plan, gather,
-// attention. The CPU's src/cpu/attend_head.cpp is the specification; decisions (fetch lists,
+// attention. The CPU's src/cpu/step.cpp is the specification; decisions (fetch lists,
 // certificates, window scores) are equal to it bit for bit.
 #ifndef VERKV_CUDA_STEP_HPP
 #define VERKV_CUDA_STEP_HPP

@@ -253,7 +253,7 @@ void LayerStore::upload_bases(cudaStream_t stream) {
 }
 
 LayerStore::Change LayerStore::compress(std::span<const Positive16> odds,
-                                        std::vector<SketchBasis>&& bases, const DrawKey& key,
+                                        std::vector<SketchBasis>&& bases, const DrawId& key,
                                         std::int64_t spare, bool zero_scores, HeadView* table,
                                         cudaStream_t stream) {
   const std::int64_t begin = compressed();
@@ -334,7 +334,7 @@ LayerStore::Change LayerStore::compress(std::span<const Positive16> odds,
   return change;
 }
 
-LayerStore::Change LayerStore::redraw(const DrawKey& key, std::int64_t spare, HeadView* table,
+LayerStore::Change LayerStore::redraw(const DrawId& key, std::int64_t spare, HeadView* table,
                                       cudaStream_t stream) const {
   Change change;
   change.views = views_;

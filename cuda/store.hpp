@@ -72,12 +72,12 @@ class LayerStore {
   // zero_scores: the local window starts without scores. Room for the sketch and the
   // bases stay if this throws. Waits for the stream.
   Change compress(std::span<const Positive16> odds, std::vector<SketchBasis>&& bases,
-                  const DrawKey& key, std::int64_t spare, bool zero_scores, HeadView* table,
+                  const DrawId& key, std::int64_t spare, bool zero_scores, HeadView* table,
                   cudaStream_t stream);
   // Keys of one KV head on the host tier. What the stream still writes is not there yet.
   cpu::Rows host_keys(std::int64_t head) const;
   // The residents under another draw. Waits for the stream.
-  Change redraw(const DrawKey& key, std::int64_t spare, HeadView* table, cudaStream_t stream) const;
+  Change redraw(const DrawId& key, std::int64_t spare, HeadView* table, cudaStream_t stream) const;
   // Puts it in force. Waits for the stream.
   void take(Change&& change, HeadView* table, cudaStream_t stream);
 

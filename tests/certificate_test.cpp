@@ -207,7 +207,7 @@ std::int64_t failures(const LowCase& c, double bound, std::int64_t trials, Draw&
   }
   std::int64_t count = 0;
   for (std::int64_t trial = 0; trial < trials; ++trial) {
-    verkv::DrawKey key;
+    verkv::DrawId key;
     key.seed = 45;
     key.sequence = static_cast<std::uint64_t>(trial);
     double estimate = 0;
@@ -219,7 +219,7 @@ std::int64_t failures(const LowCase& c, double bound, std::int64_t trials, Draw&
   return count;
 }
 
-bool honest(const verkv::DrawKey& key, std::uint64_t position, double r) {
+bool honest(const verkv::DrawId& key, std::uint64_t position, double r) {
   return verkv::drawn(key, position, r);
 }
 
@@ -255,14 +255,14 @@ TEST_CASE("a wrong certificate and a wrong draw are noticed") {
   CHECK_FALSE(
       verkv::reference::binomial_not_above(failures(c, wrong, trials, honest), trials, delta));
 
-  const auto stingy = [](const verkv::DrawKey& key, std::uint64_t position, double r) {
+  const auto stingy = [](const verkv::DrawId& key, std::uint64_t position, double r) {
     return verkv::drawn(key, position, r / 2);
   };
   CHECK_FALSE(
       verkv::reference::binomial_not_above(failures(c, right, trials, stingy), trials, delta));
 
   // Draws that are right one by one and not independent: neighbours share one.
-  const auto shared = [](const verkv::DrawKey& key, std::uint64_t position, double r) {
+  const auto shared = [](const verkv::DrawId& key, std::uint64_t position, double r) {
     return verkv::drawn(key, position / 16, r);
   };
   CHECK_FALSE(

@@ -12,6 +12,7 @@
 #include <verkv/inclusion.hpp>
 
 #include "catch.hpp"
+#include "cpu/certify.hpp"
 #include "cpu/fetch_search.hpp"
 #include "reference/reference.hpp"
 #include "reference/statistics.hpp"

@@ -494,7 +494,7 @@ class Mirror {
     return row;
   }
 
-  verkv::DrawKey key(std::int64_t layer, std::size_t h) const {
+  verkv::DrawId key(std::int64_t layer, std::size_t h) const {
     const LayerConfig& c = config_.layers[size(layer)];
     return {config_.seed, draw_, static_cast<std::uint32_t>(c.global_layer.value_or(layer)),
             static_cast<std::uint32_t>(c.first_global_kv_head) + static_cast<std::uint32_t>(h)};

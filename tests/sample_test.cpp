@@ -17,12 +17,12 @@
 
 namespace {
 
-using verkv::DrawKey;
+using verkv::DrawId;
 using verkv::reference::Random;
 
 // One redraw of a whole cache is one sequence number.
-DrawKey redraw(std::int64_t trial) {
-  DrawKey key;
+DrawId redraw(std::int64_t trial) {
+  DrawId key;
   key.seed = 0x5eed;
   key.sequence = static_cast<std::uint64_t>(trial);
   key.layer = 3;
@@ -30,7 +30,7 @@ DrawKey redraw(std::int64_t trial) {
   return key;
 }
 
-bool honest(const DrawKey& key, std::uint64_t position, double r) {
+bool honest(const DrawId& key, std::uint64_t position, double r) {
   return verkv::drawn(key, position, r);
 }
 
@@ -119,7 +119,7 @@ bool covariances_vanish(Draw&& draw) {
 
 // Two streams at r = 1/2, position by position: products of +-1, as above with jump 1.
 template <class Draw>
-bool streams_independent(const DrawKey& a, const DrawKey& b, Draw&& draw) {
+bool streams_independent(const DrawId& a, const DrawId& b, Draw&& draw) {
   double covariance = 0;
   for (std::int64_t position = 0; position < kTrials; ++position) {
     const auto at = static_cast<std::uint64_t>(position);
@@ -132,12 +132,12 @@ bool streams_independent(const DrawKey& a, const DrawKey& b, Draw&& draw) {
 TEST_CASE("each token is drawn with its own probability") {
   CHECK(counts_fit(honest));
   SECTION("5 % more is noticed") {
-    CHECK_FALSE(counts_fit([](const DrawKey& key, std::uint64_t position, double r) {
+    CHECK_FALSE(counts_fit([](const DrawId& key, std::uint64_t position, double r) {
       return verkv::drawn(key, position, 1.05 * r);
     }));
   }
   SECTION("one token of 66 that is never drawn is noticed") {
-    CHECK_FALSE(counts_fit([](const DrawKey& key, std::uint64_t position, double r) {
+    CHECK_FALSE(counts_fit([](const DrawId& key, std::uint64_t position, double r) {
       return position != 64 && verkv::drawn(key, position, r);
     }));
   }
@@ -146,7 +146,7 @@ TEST_CASE("each token is drawn with its own probability") {
 TEST_CASE("the sample size varies as independent draws make it") {
   CHECK(size_variance_fits(honest));
   SECTION("draws shared by neighbours are noticed") {
-    CHECK_FALSE(size_variance_fits([](const DrawKey& key, std::uint64_t position, double r) {
+    CHECK_FALSE(size_variance_fits([](const DrawId& key, std::uint64_t position, double r) {
       return verkv::drawn(key, position / 2, r);
     }));
   }
@@ -154,7 +154,7 @@ TEST_CASE("the sample size varies as independent draws make it") {
     // Systematic sampling: one uniform number a redraw, token i taken where the running sum of r
     // passes an integer offset by it. Every inclusion probability is right; nothing is independent.
     const std::vector<double> r = probabilities();
-    const auto systematic = [&](const DrawKey& key, std::uint64_t position, double) {
+    const auto systematic = [&](const DrawId& key, std::uint64_t position, double) {
       double before = static_cast<double>(verkv::draw_bits(key, 0)) * 0x1p-64;
       for (std::size_t i = 0; i < position; ++i) before += r[i];
       return std::floor(before + r[position]) > std::floor(before);
@@ -167,24 +167,24 @@ TEST_CASE("the sample size varies as independent draws make it") {
 TEST_CASE("tokens are drawn independently of each other") {
   CHECK(covariances_vanish(honest));
   SECTION("draws shared by neighbours are noticed") {
-    CHECK_FALSE(covariances_vanish([](const DrawKey& key, std::uint64_t position, double r) {
+    CHECK_FALSE(covariances_vanish([](const DrawId& key, std::uint64_t position, double r) {
       return verkv::drawn(key, position / 2, r);
     }));
   }
   SECTION("a weak dependence is noticed: every eighth redraw shares one number") {
-    CHECK_FALSE(covariances_vanish([](const DrawKey& key, std::uint64_t position, double r) {
+    CHECK_FALSE(covariances_vanish([](const DrawId& key, std::uint64_t position, double r) {
       return verkv::drawn(key, key.sequence % 8 == 0 ? 0 : position, r);
     }));
   }
 }
 
 TEST_CASE("streams differ in every field of their name") {
-  DrawKey base;
+  DrawId base;
   base.seed = 7;
   base.sequence = 11;
   base.layer = 5;
   base.kv_head = 2;
-  std::vector<DrawKey> others(10, base);
+  std::vector<DrawId> others(10, base);
   others[0].seed = 8;
   others[1].seed |= std::uint64_t{1} << 40;
   others[2].sequence = 12;
@@ -201,7 +201,7 @@ TEST_CASE("streams differ in every field of their name") {
   }
   SECTION("a name that leaves out the head is noticed") {
     CHECK_FALSE(
-        streams_independent(base, others[5], [](DrawKey key, std::uint64_t position, double r) {
+        streams_independent(base, others[5], [](DrawId key, std::uint64_t position, double r) {
           key.kv_head = 0;
           return verkv::drawn(key, position, r);
         }));
@@ -209,7 +209,7 @@ TEST_CASE("streams differ in every field of their name") {
 }
 
 TEST_CASE("a draw depends on its name and position only") {
-  const DrawKey key = redraw(5);
+  const DrawId key = redraw(5);
   std::vector<bool> forward;
   for (std::uint64_t i = 0; i < 1000; ++i) forward.push_back(verkv::drawn(key, i, 0.3));
   for (std::uint64_t i = 1000; i-- > 0;) {
@@ -221,7 +221,7 @@ TEST_CASE("a draw depends on its name and position only") {
 
 // Pinned: a change of the stream's layout would silently change every sample that exists.
 TEST_CASE("draw_bits is the first two words of Philox at (position, layer | head, sequence)") {
-  DrawKey key;
+  DrawId key;
   key.seed = 0x299f31d0a4093822ull;
   key.sequence = 0x0370734413198a2eull;
   key.layer = 0x85a3;
@@ -230,7 +230,7 @@ TEST_CASE("draw_bits is the first two words of Philox at (position, layer | head
 }
 
 TEST_CASE("more probability never loses a token") {
-  const DrawKey key = redraw(6);
+  const DrawId key = redraw(6);
   for (std::uint64_t i = 0; i < 2000; ++i) {
     bool before = false;
     for (double r = 0; r <= 1; r += 0.05) {
@@ -243,7 +243,7 @@ TEST_CASE("more probability never loses a token") {
 
 TEST_CASE("probabilities 0 and 1, tiny, beyond, not a number") {
   for (std::uint64_t i = 0; i < 10000; ++i) {
-    const DrawKey key = redraw(static_cast<std::int64_t>(i));
+    const DrawId key = redraw(static_cast<std::int64_t>(i));
     REQUIRE(verkv::drawn(key, i, 1));
     REQUIRE(verkv::drawn(key, i, 1.5));
     REQUIRE_FALSE(verkv::drawn(key, i, 0));

@@ -227,7 +227,7 @@ bool mean_fits(const LowCase& c, const Vector& lambda, const std::vector<std::si
   }
   double sum = 0;
   for (std::int64_t trial = 0; trial < trials; ++trial) {
-    verkv::DrawKey key;
+    verkv::DrawId key;
     key.seed = 39;
     key.sequence = static_cast<std::uint64_t>(trial);
     for (const std::size_t i : tokens) {
@@ -260,10 +260,10 @@ TEST_CASE("the estimator is unbiased where lambda = 1 and short by beta in all")
   }
   REQUIRE(unshrunk.size() > 20);
   REQUIRE(unshrunk.size() < c.w.size());
-  const auto honest = [](const verkv::DrawKey& key, std::uint64_t position, double r) {
+  const auto honest = [](const verkv::DrawId& key, std::uint64_t position, double r) {
     return verkv::drawn(key, position, r);
   };
-  const auto generous = [](const verkv::DrawKey& key, std::uint64_t position, double r) {
+  const auto generous = [](const verkv::DrawId& key, std::uint64_t position, double r) {
     return verkv::drawn(key, position, 1.05 * r);
   };
   CHECK(mean_fits(c, lambda, unshrunk, weight, honest));

@@ -17,7 +17,7 @@ namespace verkv {
 
 // Names one stream of draws. `layer` and `kv_head` are the *global* indices of the model (16 bits
 // each), so that a split of heads over ranks draws the same sample.
-struct DrawKey {
+struct DrawId {
   std::uint64_t seed = 0;
   std::uint64_t sequence = 0;
   std::uint32_t layer = 0;
@@ -25,23 +25,21 @@ struct DrawKey {
 };
 
 // 64 random bits of one (stream, position). Positions below 2^32.
-VERKV_HD constexpr std::uint64_t draw_bits(const DrawKey& key, std::uint64_t position) {
-  const PhiloxCounter out =
-      philox4x32_10(PhiloxCounter{{static_cast<std::uint32_t>(position),
-                                   (key.layer << 16) | (key.kv_head & 0xffffu),
-                                   static_cast<std::uint32_t>(key.sequence),
-                                   static_cast<std::uint32_t>(key.sequence >> 32)}},
-                    PhiloxKey{{static_cast<std::uint32_t>(key.seed),
-                               static_cast<std::uint32_t>(key.seed >> 32)}});
+VERKV_HD constexpr std::uint64_t draw_bits(const DrawId& id, std::uint64_t position) {
+  const PhiloxCounter out = philox4x32_10(
+      PhiloxCounter{
+          {static_cast<std::uint32_t>(position), (id.layer << 16) | (id.kv_head & 0xffffu),
+           static_cast<std::uint32_t>(id.sequence), static_cast<std::uint32_t>(id.sequence >> 32)}},
+      PhiloxKey{{static_cast<std::uint32_t>(id.seed), static_cast<std::uint32_t>(id.seed >> 32)}});
   return (static_cast<std::uint64_t>(out.word[0]) << 32) | out.word[1];
 }
 
 // Z ~ Bernoulli(r). The comparison is of integers, so every machine decides alike.
-VERKV_HD inline bool drawn(const DrawKey& key, std::uint64_t position, double r) {
+VERKV_HD inline bool drawn(const DrawId& id, std::uint64_t position, double r) {
   if (r >= 1) return true;
   if (!(r > 0)) return false;
   // r * 2^64 is exact; the conversion drops what is below 2^-64.
-  return draw_bits(key, position) < static_cast<std::uint64_t>(r * 18446744073709551616.0);
+  return draw_bits(id, position) < static_cast<std::uint64_t>(r * 18446744073709551616.0);
 }
 
 // Writes 1 into out_kept[i] for the k largest scores, 0 elsewhere; ties go to the lower index.

@@ -14,10 +14,11 @@
 #include <verkv/sample.hpp>
 
 #include "backend.hpp"
-#include "cpu/attend_head.hpp"
 #include "cpu/calibration.hpp"
 #include "cpu/head_store.hpp"
 #include "cpu/kernels.hpp"
+#include "cpu/step.hpp"
+#include "cpu/workspace.hpp"
 #include "fetch_rules.hpp"
 #include "inclusion_pool.hpp"
 #include "settings.hpp"
@@ -80,10 +81,9 @@ class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(const CacheConfig& config)
       : config_(config),
-        rules_(fetch_rules(config)),
         kernels_(config.study.vector_code ? vector_kernels() : scalar_kernels()),
         pool_(config.threads.value_or(0)),
-        workspaces_(static_cast<std::size_t>(pool_.size())) {
+        workspaces_(pool_.size(), fetch_rules(config)) {
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
       LayerShape shape;
       shape.config = config.layers[i];
@@ -113,7 +113,7 @@ class CpuBackend final : public Backend {
     for (std::size_t i = 0; i < shapes_.size(); ++i) {
       if (!shapes_[i].config.cached) continue;
       sequence->layers[i].resize(static_cast<std::size_t>(shapes_[i].config.kv_heads));
-      reserve_workspaces(i, 0, 0);
+      workspaces_.reserve(shapes_[i], 0, 0);
     }
     sequences_.emplace(id.value, std::move(sequence));
   }
@@ -141,7 +141,7 @@ class CpuBackend final : public Backend {
       head.reserve_append(shape, keys.tokens);
       residents = std::max(residents, head.residents() + keys.tokens);
     }
-    reserve_workspaces(layer, heads.front().compressed(), residents);
+    workspaces_.reserve(shape, heads.front().compressed(), residents);
     for (std::size_t h = 0; h < heads.size(); ++h) {
       heads[h].append(shape, keys, values, static_cast<std::int64_t>(h));
     }
@@ -184,11 +184,11 @@ class CpuBackend final : public Backend {
     for (std::size_t layer = 0; layer < sequence.layers.size(); ++layer) {
       std::int64_t residents = 0;
       for (std::size_t h = 0; h < sequence.layers[layer].size(); ++h) {
-        drawn.push_back(sequence.layers[layer][h].redraw(shapes_[layer], draw_key(draw, layer, h)));
+        drawn.push_back(sequence.layers[layer][h].redraw(shapes_[layer], draw_id(draw, layer, h)));
         residents = std::max(residents, static_cast<std::int64_t>(drawn.back().position.size()));
       }
       if (sequence.layers[layer].empty()) continue;
-      reserve_workspaces(layer, sequence.layers[layer].front().compressed(), residents);
+      workspaces_.reserve(shapes_[layer], sequence.layers[layer].front().compressed(), residents);
     }
     std::size_t next = 0;
     for (std::vector<HeadStore>& heads : sequence.layers) {
@@ -207,7 +207,7 @@ class CpuBackend final : public Backend {
       const std::int64_t row = index / c.kv_heads;
       const std::int64_t head = index % c.kv_heads;
       const std::int64_t first_query = row * c.query_heads + head * shape.group;
-      HeadStep step;
+      StepArguments step;
       step.query = batch.queries.row(row, head * shape.group);
       step.query_type = batch.queries.type;
       step.query_stride = batch.queries.head_stride;
@@ -227,8 +227,9 @@ class CpuBackend final : public Backend {
       }
       Sequence& sequence = find(id);
       step.score_window = sequence.compressed_before[layer] && config_.chunk_tokens;
-      attend_head(kernels_, shape, rules_, sequence.layers[layer][static_cast<std::size_t>(head)],
-                  workspaces_[static_cast<std::size_t>(worker)], step);
+      run_step(kernels_, shape, workspaces_.rules(),
+               sequence.layers[layer][static_cast<std::size_t>(head)], workspaces_.of(worker),
+               step);
     };
     pool_.run(static_cast<std::int64_t>(batch.sequences.size()) * c.kv_heads, task);
   }
@@ -242,11 +243,7 @@ class CpuBackend final : public Backend {
     return report;
   }
 
-  std::int64_t workspace_bytes() const override {
-    std::int64_t sum = 0;
-    for (const Workspace& workspace : workspaces_) sum += workspace.bytes();
-    return sum;
-  }
+  std::int64_t workspace_bytes() const override { return workspaces_.bytes(); }
 
  private:
   Sequence& find(SequenceId id) { return *sequences_.find(id.value)->second; }
@@ -256,17 +253,11 @@ class CpuBackend final : public Backend {
     return shapes_[layer].config.cached && !shapes_[layer].config.dense;
   }
 
-  DrawKey draw_key(std::uint64_t draw, std::size_t layer, std::size_t head) const {
+  DrawId draw_id(std::uint64_t draw, std::size_t layer, std::size_t head) const {
     const LayerConfig& c = shapes_[layer].config;
     return {config_.seed, draw,
             static_cast<std::uint32_t>(c.global_layer.value_or(static_cast<std::int64_t>(layer))),
             static_cast<std::uint32_t>(c.first_global_kv_head + static_cast<std::int64_t>(head))};
-  }
-
-  void reserve_workspaces(std::size_t layer, std::int64_t compressed, std::int64_t residents) {
-    for (Workspace& workspace : workspaces_) {
-      workspace.reserve(shapes_[layer], rules_, compressed, residents);
-    }
   }
 
   // Adds the plan of compressing one head up to position `end`, if there is anything to compress.
@@ -315,7 +306,7 @@ class CpuBackend final : public Backend {
       const std::int64_t end = plan.begin + static_cast<std::int64_t>(plan.odds.size());
       const bool has_basis = !bases.empty() && plan.begin == 0;
       store.reserve_compress(shape, has_basis ? bases[i].shape : store.sketch(shape), end);
-      reserve_workspaces(plan.layer, end, store.residents());
+      workspaces_.reserve(shape, end, store.residents());
       largest_dim = std::max(largest_dim, shape.config.key_dim);
     }
     const std::size_t scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
@@ -328,7 +319,7 @@ class CpuBackend final : public Backend {
     const auto task = [&](int worker, std::int64_t index) {
       const HeadPlan& plan = plans[static_cast<std::size_t>(index)];
       sequence.layers[plan.layer][plan.head].compress(
-          shapes_[plan.layer], kernels_, plan.odds, draw_key(sequence.draw, plan.layer, plan.head),
+          shapes_[plan.layer], kernels_, plan.odds, draw_id(sequence.draw, plan.layer, plan.head),
           std::span(scratch).subspan(static_cast<std::size_t>(worker) * scratch_size,
                                      scratch_size));
     };
@@ -404,11 +395,10 @@ class CpuBackend final : public Backend {
   }
 
   CacheConfig config_;
-  FetchRules rules_;
   const Kernels& kernels_;
   ThreadPool pool_;
   std::vector<LayerShape> shapes_;
-  std::vector<Workspace> workspaces_;
+  Workspaces workspaces_;
   std::unordered_map<std::int64_t, std::unique_ptr<Sequence>> sequences_;
 };
 

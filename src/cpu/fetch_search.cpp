@@ -7,6 +7,10 @@
 #include <span>
 #include <utility>
 
+#include <verkv/certificate.hpp>
+
+#include "cpu/certify.hpp"
+
 namespace verkv::cpu {
 namespace {
 

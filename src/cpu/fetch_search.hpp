@@ -4,31 +4,11 @@
 #ifndef VERKV_SRC_CPU_FETCH_SEARCH_HPP
 #define VERKV_SRC_CPU_FETCH_SEARCH_HPP
 
-#include <cstdint>
-
-#include <verkv/certificate.hpp>
 #include <verkv/fetch_plan.hpp>
-#include <verkv/shrinkage.hpp>
 
 #include "cpu/kernels.hpp"
 
 namespace verkv::cpu {
-
-// beta by Newton's iteration over kernel sums; sums(beta) returns {weight, odds} over the tokens
-// with w > beta * rho. `start` must not exceed the solution. The value is a binary32 number: the
-// kernels compare in binary32.
-template <class Sums>
-float newton_beta(float start, Sums&& sums) {
-  float beta = start;
-  for (int round = 0; round < kMostBetaRounds; ++round) {
-    const auto [weight, odds] = sums(beta);
-    const float next = static_cast<float>(beta_of_sums(weight, odds));
-    if (next != next) return next;
-    if (!(next > beta)) break;
-    beta = next;
-  }
-  return beta;
-}
 
 // plan: from Kernels::plan_start (w > 0, worth at some beta), destroyed. beta_all: beta over all of
 // it. Needs: the certificate over all of the plan exceeds target. The result's rest certifies with

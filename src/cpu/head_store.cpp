@@ -168,7 +168,7 @@ void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int
 }
 
 void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
-                         std::span<const Positive16> odds, const DrawKey& key,
+                         std::span<const Positive16> odds, const DrawId& key,
                          std::span<float> scratch) noexcept {
   const std::int64_t begin = compressed_;
   const std::int64_t end = begin + static_cast<std::int64_t>(odds.size());
@@ -232,7 +232,7 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
   compressed_ = end;
 }
 
-HeadStore::Residents HeadStore::redraw(const LayerShape& shape, const DrawKey& key) const {
+HeadStore::Residents HeadStore::redraw(const LayerShape& shape, const DrawId& key) const {
   Residents result;
   for (std::int64_t i = 0; i < compressed_; ++i) {
     const double r =

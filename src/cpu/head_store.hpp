@@ -106,7 +106,7 @@ class HeadStore {
   // `key`. The first time after take of a basis. scratch: 2 * key_dim floats, each rounded up to
   // 16.
   void compress(const LayerShape& shape, const Kernels& kernels, std::span<const Positive16> odds,
-                const DrawKey& key, std::span<float> scratch) noexcept;
+                const DrawId& key, std::span<float> scratch) noexcept;
   // The residents under another draw of the compressed part; take puts them in place of those that
   // are there.
   struct Residents {
@@ -115,7 +115,7 @@ class HeadStore {
     std::vector<std::uint32_t> position;
     std::int64_t drawn = 0;
   };
-  Residents redraw(const LayerShape& shape, const DrawKey& key) const;
+  Residents redraw(const LayerShape& shape, const DrawId& key) const;
   void take(Residents&& residents) noexcept;
 
   // Scores of the local window: adds the squares of the attention probabilities that a step gave to

@@ -195,7 +195,7 @@ TEST_CASE("append, encode, draw and gather at positions beyond 2^31") {
     // Draws among all that the arrays hold.
     std::uint32_t* const drawn_position = allocate<std::uint32_t>(kRoom);
     std::int64_t* const count = allocate<std::int64_t>(1);
-    const DrawKey key{7, 1, 2, 3};
+    const DrawId key{7, 1, 2, 3};
     VERKV_CUDA_CHECK(launch_draw(layer, head, key, tokens, tokens + kRoom, drawn_position, kRoom,
                                  count, nullptr));
     REQUIRE(first_fault() == "");

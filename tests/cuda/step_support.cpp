@@ -62,7 +62,7 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
       store.reserve_compress(shape_, store.sketch(shape_), length.compressed);
       std::vector<float> scratch(2 * index(setup.key_dim) + 32);
       store.compress(shape_, cpu::scalar_kernels(), odds,
-                     DrawKey{3, slot, 0, static_cast<std::uint32_t>(h)}, scratch);
+                     DrawId{3, slot, 0, static_cast<std::uint32_t>(h)}, scratch);
     }
   }
 }
@@ -341,7 +341,7 @@ class Scene::Comparison {
   }
 
   void step_on_cpu(cpu::HeadStore& store) {
-    cpu::HeadStep step;
+    cpu::StepArguments step;
     step.query = scene_.query_stored_.data() +
                  index(scene_.query_at(row_, kv_ * setup_.group)) * size_bytes(setup_.query_type);
     step.query_type = setup_.query_type;
@@ -351,7 +351,7 @@ class Scene::Comparison {
     step.lse = expected_lse_.data();
     step.query_reports = expected_reports_.data();
     step.kv_report = &kv_report_;
-    cpu::attend_head(cpu::scalar_kernels(), scene_.shape_, setup_.fetch, store, cpu_, step);
+    cpu::run_step(cpu::scalar_kernels(), scene_.shape_, setup_.fetch, store, cpu_, step);
   }
 
   void compare_states(const cpu::HeadStore& store) {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/attend_head.hpp"
+#include "cpu/step.hpp"
 #include "fetch_rules.hpp"
 #include "step.hpp"
 #include "step_workspace.hpp"

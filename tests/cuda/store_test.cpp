@@ -25,7 +25,7 @@
 namespace {
 
 using verkv::BFloat16;
-using verkv::DrawKey;
+using verkv::DrawId;
 using verkv::DType;
 using verkv::Half;
 using verkv::MemoryReport;
@@ -156,7 +156,7 @@ struct Pair {
     VERKV_CUDA_CHECK(cudaStreamSynchronize(nullptr));
   }
 
-  void compress(std::int64_t end, const DrawKey& key) {
+  void compress(std::int64_t end, const DrawId& key) {
     const std::int64_t count = end - store->compressed();
     std::vector<Positive16> odds;
     for (std::int64_t i = 0; i < count * setup.kv_heads; ++i) {
@@ -176,7 +176,7 @@ struct Pair {
         bases.push_back(heads[h].calibrate(shape, own_odds, nullptr, queries, 7));
         heads[h].take(verkv::SketchBasis(bases.back()));
       }
-      DrawKey own = key;
+      DrawId own = key;
       own.kv_head += static_cast<std::uint32_t>(h);
       heads[h].reserve_compress(shape, heads[h].sketch(shape), end);
       heads[h].compress(shape, verkv::cpu::scalar_kernels(),
@@ -188,9 +188,9 @@ struct Pair {
     store->take(std::move(change), table.data(), nullptr);
   }
 
-  void redraw(const DrawKey& key) {
+  void redraw(const DrawId& key) {
     for (std::size_t h = 0; h < heads.size(); ++h) {
-      DrawKey own = key;
+      DrawId own = key;
       own.kv_head += static_cast<std::uint32_t>(h);
       heads[h].take(heads[h].redraw(shape, own));
     }
@@ -291,7 +291,7 @@ struct Pair {
 // A life of a sequence's layer, compared after each operation.
 void live(const Setup& setup, std::uint64_t seed) {
   Pair pair(setup, seed);
-  DrawKey key{7, seed, 3, 5};
+  DrawId key{7, seed, 3, 5};
   const auto check = [&](const char* what) {
     INFO(what);
     REQUIRE(pair.difference() == "");
@@ -481,7 +481,7 @@ TEST_CASE("no barrier can be left out of encoding and draw") {
     } else {
       status = machine.launch_with(
           module->find(kDraw), {{2, 1, 1}, {512, 1, 1}, 0}, device::kLegacyStream,
-          static_cast<const HeadView*>(table.data()), DrawKey{7, 1, 0, 0}, std::int64_t{0},
+          static_cast<const HeadView*>(table.data()), DrawId{7, 1, 0, 0}, std::int64_t{0},
           std::int64_t{1100}, positions.data(), std::int64_t{1100}, counts.data());
     }
     REQUIRE((status == device::Status::success || !machine.faults().empty()));

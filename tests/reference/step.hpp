@@ -93,7 +93,7 @@ inline std::vector<Vector> pool_odds(const CacheConfig& config,
 }
 
 // The draw for positions from `begin`.
-inline std::vector<bool> draw(const Vector& odds, const DrawKey& key, std::size_t begin) {
+inline std::vector<bool> draw(const Vector& odds, const DrawId& key, std::size_t begin) {
   std::vector<bool> result;
   for (std::size_t i = 0; i < odds.size(); ++i) {
     const double r = odds[i] == kInfinite ? 1.0 : odds[i] / (1 + odds[i]);

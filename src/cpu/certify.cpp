@@ -1,0 +1,72 @@
+#include "cpu/certify.hpp"
+
+#include <array>
+#include <limits>
+
+#include <verkv/certificate.hpp>
+
+namespace verkv::cpu {
+
+// newton_beta for the heads of a kernel call side by side. Heads finish after different numbers of
+// rounds; one more round does not change a finished one.
+void solve_beta(HeadGroup& group) {
+  group.in_parts([&](int first, int heads) {
+    std::array<float, kMaxHeads> beta{};
+    std::array<double, kMaxHeads> weight{};
+    std::array<double, kMaxHeads> odds{};
+    for (int round = 0; round < kMostBetaRounds; ++round) {
+      group.kernels.beta_sums(group.weight(first), group.weight_stride, group.store.odds(),
+                              group.compressed, heads, beta.data(), weight.data(), odds.data());
+      bool rose = false;
+      for (std::size_t h = 0; h < static_cast<std::size_t>(heads); ++h) {
+        const float next = static_cast<float>(beta_of_sums(weight[h], odds[h]));
+        if (!(next > beta[h])) continue;
+        beta[h] = next;
+        rose = true;
+      }
+      if (!rose) break;
+    }
+    for (int h = 0; h < heads; ++h) group.state(first + h).beta = beta[static_cast<std::size_t>(h)];
+  });
+}
+
+void solve_certificate(HeadGroup& group) {
+  group.in_parts([&](int first, int heads) {
+    std::array<float, kMaxHeads> beta{};
+    std::array<double, kMaxHeads> variance{};
+    std::array<float, kMaxHeads> jump{};
+    for (int h = 0; h < heads; ++h) beta[static_cast<std::size_t>(h)] = group.state(first + h).beta;
+    group.kernels.tail_sums(group.weight(first), group.weight_stride, group.store.odds(),
+                            group.compressed, heads, beta.data(), variance.data(), jump.data());
+    for (int h = 0; h < heads; ++h) {
+      const std::size_t i = static_cast<std::size_t>(h);
+      HeadState& s = group.state(first + h);
+      const TailTerms terms{static_cast<double>(beta[i]), variance[i],
+                            static_cast<double>(jump[i])};
+      s.bound = s.computable ? outward_certificate(terms, s.denominator, group.rules.log_term)
+                             : std::numeric_limits<double>::infinity();
+    }
+  });
+}
+
+void certify_rest(HeadGroup& group, std::int64_t fetched, bool is_known,
+                  QueryHeadReport* out_reports) {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  for (std::int64_t i = 0; i < fetched; ++i) {
+    const std::uint32_t position = group.workspace.fetched[static_cast<std::size_t>(i)];
+    for (int h = 0; h < group.heads; ++h) group.weight(h)[position] = 0;
+  }
+  if (group.compressed > 0 && !is_known) {
+    solve_beta(group);
+    solve_certificate(group);
+  }
+  for (int h = 0; h < group.heads; ++h) {
+    HeadState& s = group.state(h);
+    // Nothing is estimated.
+    if (group.compressed == 0) s.bound = s.computable || group.residents == 0 ? 0 : infinity;
+    out_reports[h].epsilon = s.bound;
+    out_reports[h].certified = s.bound < infinity && s.bound <= group.rules.epsilon;
+  }
+}
+
+}  // namespace verkv::cpu

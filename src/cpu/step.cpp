@@ -1,0 +1,361 @@
+#include "cpu/step.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <span>
+
+#include <verkv/attention.hpp>
+#include <verkv/certificate.hpp>
+#include <verkv/shrinkage.hpp>
+
+#include "cpu/certify.hpp"
+#include "cpu/fetch.hpp"
+
+namespace verkv::cpu {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// The plan's shift serves the attention too while the largest summand of D_hat is within this of
+// it. Weights then reach exp(20) = 5e8, and those that weight_exp cuts off are below
+// exp(-67) = 8e-30 of the largest: neither matters in binary32. A guess; 40 would do as well.
+constexpr float kSharedShift = 20;
+
+class Step {
+ public:
+  Step(HeadGroup& group, const StepArguments& arguments)
+      : group_(group), ws_(group.workspace), store_(group.store), arguments_(arguments) {}
+
+  void run() {
+    std::fill_n(arguments_.query_reports, group_.heads, QueryHeadReport{});
+    load_query();
+    resident_logits();
+    sketch_logits();
+    weights();
+    // Definition 2, then Eqs. 7, 9 and 10 over L, then Eq. 7 over what the plan leaves of it.
+    const FetchPlan plan = plan_fetch(group_, arguments_.query_reports);
+    certify_rest(group_, plan.tokens, plan.is_certified, arguments_.query_reports);
+    gather(plan.tokens);
+    attention();
+    if (arguments_.score_window) score_window();
+    *arguments_.kv_report = {.fetched_tokens = plan.tokens,
+                             .moved_tokens = moved_,
+                             .moved_bytes = moved_ * group_.shape.row_bytes(),
+                             .resident_tokens = group_.residents,
+                             .limited = plan.limited};
+  }
+
+ private:
+  HeadState& state(int h) { return group_.state(h); }
+  static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+  // Calls f(slot) for the residents of H: drawn slots with infinite odds, then the local window.
+  template <class F>
+  void for_high(F&& f) {
+    for (std::int64_t i = 0; i < group_.drawn; ++i) {
+      if (ws_.slot_odds[at(i)] == kInfinity) f(i);
+    }
+    for (std::int64_t i = group_.drawn; i < group_.residents; ++i) f(i);
+  }
+
+  // ---- Query and logits ----
+
+  // The query times the attention scale, zero-padded.
+  void load_query() {
+    const std::int64_t dim = group_.shape.config.key_dim;
+    const Rows rows{arguments_.query, arguments_.query_type, arguments_.query_stride,
+                    static_cast<int>(dim)};
+    for (int h = 0; h < group_.heads; ++h) {
+      float* q = group_.query(h);
+      std::fill(q, q + group_.query_stride, 0.0f);
+      for (std::int64_t j = 0; j < dim; ++j) q[j] = group_.shape.scale * load_element(rows, h, j);
+    }
+  }
+
+  void cap_softly(float* logit, std::int64_t count) {
+    const float cap = group_.shape.soft_cap;
+    if (!(cap > 0)) return;
+    for (std::int64_t i = 0; i < count; ++i) logit[i] = soft_capped(logit[i], cap);
+  }
+
+  // Exact logits of residents. The shift may use every logit that does not depend on the draw:
+  // those of H here, the sketched ones in sketch_logits.
+  void resident_logits() {
+    group_.in_parts([&](int first, int heads) {
+      group_.kernels.dot_rows(store_.resident_keys(group_.shape), nullptr, group_.residents,
+                              group_.query(first), heads, group_.query_stride,
+                              group_.resident_logit(first), group_.resident_stride);
+    });
+    const std::span<const std::uint32_t> position = store_.resident_positions();
+    for (std::int64_t i = 0; i < group_.drawn; ++i)
+      ws_.slot_odds[at(i)] = group_.odds(position[at(i)]);
+    for (int h = 0; h < group_.heads; ++h) {
+      cap_softly(group_.resident_logit(h), group_.residents);
+      float top = -kInfinity;
+      for_high([&](std::int64_t i) { top = std::max(top, group_.resident_logit(h)[i]); });
+      state(h).shift = top;
+    }
+  }
+
+  void sketch_logits() {
+    if (group_.compressed == 0) return;
+    switch (group_.shape.sketch.kind) {
+      case SketchKind::exact:
+        logits_of_full_keys();
+        break;
+      case SketchKind::calibrated:
+        group_.in_parts([&](int first, int heads) { logits_of_codes(first, heads); });
+        break;
+    }
+  }
+
+  void logits_of_full_keys() {
+    group_.in_parts([&](int first, int heads) {
+      group_.kernels.dot_rows(store_.host_keys(group_.shape), nullptr, group_.compressed,
+                              group_.query(first), heads, group_.query_stride, group_.weight(first),
+                              group_.weight_stride);
+    });
+    for (int h = 0; h < group_.heads; ++h) {
+      cap_softly(group_.weight(h), group_.compressed);
+      raise_shift_over_low(h);
+    }
+  }
+
+  void logits_of_codes(int first, int heads) {
+    const SketchBasis& basis = store_.basis();
+    const std::int64_t dim = group_.shape.config.key_dim;
+    std::array<HeadConstants, kMaxHeads> constants;
+    std::array<float, kMaxHeads> largest{};
+    group_.kernels.dot_rows({basis.query.data(), DType::f16, dim, static_cast<int>(dim)}, nullptr,
+                            basis.shape.dim, group_.query(first), heads, group_.query_stride,
+                            group_.basis_query(first), group_.query_stride);
+    for (int h = 0; h < heads; ++h) constants[at(h)] = encode_head(first + h);
+    group_.kernels.sketch_logits(store_.sketch(group_.shape), store_.codes(), store_.scales(),
+                                 store_.odds(), group_.compressed, group_.code_query(first), heads,
+                                 group_.code_stride, constants.data(), group_.weight(first),
+                                 group_.weight_stride, largest.data());
+    for (int h = 0; h < heads; ++h) {
+      if (group_.shape.soft_cap > 0) {
+        cap_softly(group_.weight(first + h), group_.compressed);
+        raise_shift_over_low(first + h);
+      } else {
+        state(first + h).shift = std::max(state(first + h).shift, largest[at(h)]);
+      }
+    }
+  }
+
+  void raise_shift_over_low(int h) {
+    for (std::int64_t i = 0; i < group_.compressed; ++i) {
+      if (group_.is_low(i)) state(h).shift = std::max(state(h).shift, group_.weight(h)[i]);
+    }
+  }
+
+  HeadConstants encode_head(int h) {
+    const std::span<const float> mean = store_.channel_means();
+    double share = 0;
+    for (std::size_t j = 0; j < mean.size(); ++j)
+      share += static_cast<double>(group_.query(h)[j]) * static_cast<double>(mean[j]);
+    const SketchQuery encoded = encode_query(
+        std::span<const float>(group_.basis_query(h), at(store_.sketch(group_.shape).dim)),
+        std::span<std::int8_t>(group_.code_query(h), at(group_.code_stride)));
+    return {.query_sum = encoded.sum,
+            .factor = encoded.scale * store_.basis().unit,
+            .shift = static_cast<float>(share)};
+  }
+
+  // ---- Weights of the plan ----
+
+  // Weights relative to the shift, 0 for tokens of H; D as the plan knows it: exact over H,
+  // sketched over L.
+  void weights() {
+    group_.in_parts([&](int first, int heads) {
+      std::array<float, kMaxHeads> shift{};
+      std::array<double, kMaxHeads> sum{};
+      for (int h = 0; h < heads; ++h) shift[at(h)] = state(first + h).shift;
+      if (group_.compressed > 0) {
+        group_.kernels.weights(group_.weight(first), group_.weight_stride, store_.odds(),
+                               group_.compressed, heads, shift.data(), sum.data());
+      }
+      for (int h = 0; h < heads; ++h) state(first + h).denominator = sum[at(h)];
+      resident_weights(first, heads, shift.data());
+    });
+    for (int h = 0; h < group_.heads; ++h) {
+      HeadState& s = state(h);
+      const float* w = group_.resident_weight(h);
+      for_high([&](std::int64_t i) { s.denominator += static_cast<double>(w[i]); });
+      s.computable = is_computable(s.denominator);
+    }
+  }
+
+  void resident_weights(int first, int heads, const float* shift) {
+    const float* logit = group_.resident_logit(first);
+    std::copy(logit, logit + heads * group_.resident_stride, group_.resident_weight(first));
+    std::array<double, kMaxHeads> unused{};
+    group_.kernels.weights(group_.resident_weight(first), group_.resident_stride,
+                           ws_.no_odds.data(), group_.residents, heads, shift, unused.data());
+  }
+
+  // ---- Attention ----
+
+  // Splits the fetched tokens into residents, which count exactly from here on, and moved ones,
+  // whose logits are computed from the host's keys. They overwrite the sketched weights, so those
+  // that lambda needs are kept first.
+  void gather(std::int64_t fetched) {
+    const std::span<const std::uint32_t> position = store_.resident_positions();
+    std::int64_t next = 0;
+    moved_ = 0;
+    for (std::int64_t i = 0; i < group_.drawn; ++i) {
+      const std::uint32_t p = position[at(i)];
+      while (next < fetched && ws_.fetched[at(next)] < p)
+        ws_.moved[at(moved_++)] = ws_.fetched[at(next++)];
+      const bool is_fetched = next < fetched && ws_.fetched[at(next)] == p;
+      if (is_fetched) ++next;
+      const bool exact = is_fetched || ws_.slot_odds[at(i)] == kInfinity;
+      for (int h = 0; h < group_.heads; ++h)
+        group_.resident_sketched(h)[i] = exact ? -1.0f : group_.weight(h)[p];
+    }
+    while (next < fetched) ws_.moved[at(moved_++)] = ws_.fetched[at(next++)];
+    if (moved_ == 0) return;
+    group_.in_parts([&](int first, int heads) {
+      group_.kernels.dot_rows(store_.host_keys(group_.shape), ws_.moved.data(), moved_,
+                              group_.query(first), heads, group_.query_stride, group_.weight(first),
+                              group_.weight_stride);
+    });
+    for (int h = 0; h < group_.heads; ++h) cap_softly(group_.weight(h), moved_);
+  }
+
+  // Residents with their coefficients, then the moved tokens, under one shift.
+  void attention() {
+    const std::int64_t dim = group_.shape.config.value_dim;
+    std::fill(ws_.output.begin(), ws_.output.begin() + group_.heads * dim, 0.0f);
+    for (int h = 0; h < group_.heads; ++h) attention_shift(h);
+    group_.in_parts([&](int first, int heads) { attention_weights(first, heads); });
+    for (int h = 0; h < group_.heads; ++h) apply_coefficients(h);
+    group_.in_parts([&](int first, int heads) {
+      float* out = ws_.output.data() + first * dim;
+      group_.kernels.weighted_rows(store_.resident_values(group_.shape), nullptr, group_.residents,
+                                   group_.resident_weight(first), heads, group_.resident_stride,
+                                   out, dim);
+      if (moved_ > 0) {
+        group_.kernels.weighted_rows(store_.host_values(group_.shape), ws_.moved.data(), moved_,
+                                     group_.weight(first), heads, group_.weight_stride, out, dim);
+      }
+    });
+    for (int h = 0; h < group_.heads; ++h) write_output(h);
+  }
+
+  // The plan's shift unless the largest summand of D_hat is far from it: an exact logit shows that
+  // the sketch was far off. A drawn token adds no more than cap * beta * (1 + rho), however large
+  // its logit.
+  void attention_shift(int h) {
+    HeadState& s = state(h);
+    const float* logit = group_.resident_logit(h);
+    float top = -kInfinity;
+    for (std::int64_t i = 0; i < moved_; ++i) top = std::max(top, group_.weight(h)[i]);
+    float any = top;
+    for (std::int64_t i = 0; i < group_.residents; ++i) any = std::max(any, logit[i]);
+    const float most = s.shift + std::log(group_.rules.cap * s.beta);
+    if (any <= s.shift + kSharedShift && !(most < s.shift - kSharedShift)) {
+      top = any;
+    } else {
+      for (std::int64_t i = 0; i < group_.residents; ++i) {
+        float summand = logit[i];
+        if (i < group_.drawn && group_.resident_sketched(h)[i] >= 0 && summand > most)
+          summand = std::min(summand, most + std::log1p(ws_.slot_odds[at(i)]));
+        top = std::max(top, summand);
+      }
+    }
+    s.attention_shift =
+        std::fabs(top - s.shift) <= kSharedShift || top == -kInfinity ? s.shift : top;
+  }
+
+  // Weights under the attention's shift; D_hat starts with the moved tokens.
+  void attention_weights(int first, int heads) {
+    std::array<float, kMaxHeads> shift{};
+    std::array<double, kMaxHeads> sum{};
+    bool other_shift = false;
+    for (int h = 0; h < heads; ++h) {
+      shift[at(h)] = state(first + h).attention_shift;
+      other_shift = other_shift || shift[at(h)] != state(first + h).shift;
+    }
+    if (other_shift) resident_weights(first, heads, shift.data());
+    if (moved_ > 0) {
+      group_.kernels.weights(group_.weight(first), group_.weight_stride, ws_.no_odds.data(), moved_,
+                             heads, shift.data(), sum.data());
+    }
+    for (int h = 0; h < heads; ++h) state(first + h).estimate = sum[at(h)];
+  }
+
+  // Multiplies the residents' weights with their coefficients and sums them into D_hat.
+  void apply_coefficients(int h) {
+    HeadState& s = state(h);
+    float* w = group_.resident_weight(h);
+    const float* sketched = group_.resident_sketched(h);
+    // To the plan's units, in which beta and the sketched weights are; clamped, since 0 * infinity
+    // is no weight, and a weight that vanishes in them would escape the cap.
+    const float to_plan =
+        std::clamp(std::exp(s.attention_shift - s.shift), std::numeric_limits<float>::min(), 1e30f);
+    double sum = 0;
+    for (std::int64_t i = 0; i < group_.drawn; ++i) {
+      if (sketched[i] >= 0) {
+        w[i] *= drawn_coefficient(sketched[i], w[i] * to_plan, ws_.slot_odds[at(i)], s.beta,
+                                  group_.rules.cap);
+      }
+      sum += static_cast<double>(w[i]);
+    }
+    for (std::int64_t i = group_.drawn; i < group_.residents; ++i) sum += static_cast<double>(w[i]);
+    s.estimate += sum;
+  }
+
+  void write_output(int h) {
+    const HeadState& s = state(h);
+    const std::int64_t dim = group_.shape.config.value_dim;
+    const float* sum = ws_.output.data() + h * dim;
+    float* out = arguments_.output + h * dim;
+    const bool empty = group_.residents + moved_ == 0 || s.estimate == 0;
+    for (std::int64_t j = 0; j < dim; ++j)
+      out[j] = empty ? 0.0f : static_cast<float>(static_cast<double>(sum[j]) / s.estimate);
+    if (arguments_.lse == nullptr) return;
+    const double lse = static_cast<double>(s.attention_shift) + std::log(s.estimate);
+    arguments_.lse[h] = empty ? -kInfinity : static_cast<float>(lse);
+  }
+
+  // The local window's importance. The probabilities use the plan's D, which does not depend on the
+  // draw.
+  void score_window() {
+    const std::int64_t window = group_.residents - group_.drawn;
+    std::fill(ws_.square.begin(), ws_.square.begin() + window, 0.0f);
+    for (int h = 0; h < group_.heads; ++h) {
+      const HeadState& s = state(h);
+      if (!s.computable) return;
+      const float to_probability = static_cast<float>(1 / s.denominator);
+      const float* logit = group_.resident_logit(h) + group_.drawn;
+      for (std::int64_t i = 0; i < window; ++i) {
+        // Not from the attention's weights: under a shift far above the plan's they are all 0.
+        const float p = weight_exp(logit[i] - s.shift) * to_probability;
+        ws_.square[at(i)] += p * p;
+      }
+    }
+    store_.add_window_step(std::span<const float>(ws_.square).first(at(window)));
+  }
+
+  HeadGroup& group_;
+  Workspace& ws_;
+  HeadStore& store_;
+  const StepArguments& arguments_;
+  // Tokens in Workspace::moved.
+  std::int64_t moved_ = 0;
+};
+
+}  // namespace
+
+void run_step(const Kernels& kernels, const LayerShape& shape, const FetchRules& rules,
+              HeadStore& store, Workspace& workspace, const StepArguments& arguments) noexcept {
+  HeadGroup group(kernels, shape, rules, store, workspace);
+  Step(group, arguments).run();
+}
+
+}  // namespace verkv::cpu

@@ -1,0 +1,94 @@
+#include "cpu/workspace.hpp"
+
+#include <cstddef>
+
+namespace verkv::cpu {
+namespace {
+
+std::int64_t padded(std::int64_t n) { return round_up(n, kLanes); }
+
+// Byte vectors of 64: the widest that the sketch's kernels read.
+std::int64_t code_stride_of(const SketchShape& sketch) { return round_up(sketch.padded_dim(), 64); }
+
+template <class Vector>
+void grow(Vector& vector, std::int64_t size) {
+  if (static_cast<std::int64_t>(vector.size()) < size)
+    vector.resize(static_cast<std::size_t>(size));
+}
+
+}  // namespace
+
+void Workspace::reserve(const LayerShape& shape, const FetchRules& rules, std::int64_t compressed,
+                        std::int64_t residents) {
+  const std::int64_t group = shape.group;
+  grow(query, group * padded(shape.config.key_dim));
+  grow(basis_query, group * padded(shape.config.key_dim));
+  grow(code_query, group * code_stride_of(shape.sketch));
+  grow(weight, group * padded(compressed));
+  grow(resident_logit, group * padded(residents));
+  grow(resident_weight, group * padded(residents));
+  grow(resident_sketched, group * padded(residents));
+  grow(output, group * shape.config.value_dim);
+  grow(states, group);
+  grow(slot_odds, residents);
+  grow(square, residents);
+  // Kernels write whole vectors.
+  const std::int64_t room = compressed + kLanes;
+  grow(fetched, room);
+  grow(moved, room);
+  grow(no_odds, padded(std::max(compressed, residents)));
+  grow(mark, compressed);
+  if (rules.mode != FetchMode::verified || !rules.certifies()) return;
+  switch (rules.order) {
+    case FetchOrder::worth:
+      grow(plan_weight, room);
+      grow(plan_odds, room);
+      grow(plan_worth, room);
+      grow(plan_position, room);
+      break;
+    case FetchOrder::exact:
+      grow(exact_weight, compressed);
+      grow(exact_odds, compressed);
+      grow(exact_gain, compressed);
+      grow(exact_order, compressed);
+      grow(exact_index, compressed);
+      grow(exact_scratch, static_cast<std::int64_t>(kGainScratchDoubles) * (compressed + 1));
+      break;
+  }
+}
+
+std::int64_t Workspace::bytes() const {
+  std::int64_t sum = 0;
+  const auto add = [&sum](const auto&... vector) {
+    ((sum += static_cast<std::int64_t>(vector.capacity() * sizeof(vector[0]))), ...);
+  };
+  add(query, basis_query, code_query, weight, resident_logit, resident_weight, resident_sketched,
+      output, states, slot_odds, square, fetched, moved, no_odds, mark, plan_weight, plan_odds,
+      plan_worth, plan_position, exact_weight, exact_odds, exact_gain, exact_scratch, exact_order,
+      exact_index);
+  return sum;
+}
+
+std::int64_t Workspaces::bytes() const {
+  std::int64_t sum = 0;
+  for (const Workspace& workspace : of_thread_) sum += workspace.bytes();
+  return sum;
+}
+
+HeadGroup::HeadGroup(const Kernels& the_kernels, const LayerShape& the_shape,
+                     const FetchRules& the_rules, HeadStore& the_store, Workspace& the_workspace)
+    : kernels(the_kernels),
+      shape(the_shape),
+      rules(the_rules),
+      store(the_store),
+      workspace(the_workspace),
+      heads(shape.group),
+      compressed(store.compressed()),
+      residents(store.residents()),
+      drawn(store.drawn_residents()),
+      query_stride(padded(shape.config.key_dim)),
+      code_stride(code_stride_of(shape.sketch)),
+      weight_stride(padded(compressed)),
+      resident_stride(padded(residents)) {}
+
+}  // namespace verkv::cpu

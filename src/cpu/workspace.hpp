@@ -1,0 +1,149 @@
+// The memory of a step: the buffers of a thread, and one KV head's view of them.
+#ifndef VERKV_SRC_CPU_WORKSPACE_HPP
+#define VERKV_SRC_CPU_WORKSPACE_HPP
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include <verkv/fetch_plan.hpp>
+
+#include "cpu/head_store.hpp"
+#include "cpu/kernels.hpp"
+#include "fetch_rules.hpp"
+
+namespace verkv::cpu {
+
+// What a step knows of one query head.
+struct HeadState {
+  // Of the plan's weights.
+  float shift = 0;
+  // D of the plan, relative to shift, and whether it can divide.
+  double denominator = 0;
+  bool computable = false;
+  float beta = 0;
+  // The certificate, enlarged outward.
+  double bound = 0;
+  // What the stop rules ask for.
+  RuleThresholds rules;
+  FetchThreshold threshold;
+  // The head's whole plan is in the marks (exact order).
+  bool marked = false;
+  float attention_shift = 0;
+  // D_hat, relative to attention_shift.
+  double estimate = 0;
+};
+
+// Buffers of one thread. Sized outside the step, so that the step allocates nothing.
+struct Workspace {
+  // Room for a KV head of this shape with `compressed` tokens under sketch and `residents` resident
+  // ones.
+  void reserve(const LayerShape& shape, const FetchRules& rules, std::int64_t compressed,
+               std::int64_t residents);
+  std::int64_t bytes() const;
+
+  // ---- [group][stride] arrays ----
+  // Scaled, zero-padded.
+  AlignedVector<float> query;
+  // In the sketch's basis, and rounded to 8 bits there.
+  AlignedVector<float> basis_query;
+  AlignedVector<std::int8_t> code_query;
+  // Sketched logits, then weights, then logits of moved tokens, then their weights.
+  AlignedVector<float> weight;
+  // Exact.
+  AlignedVector<float> resident_logit;
+  AlignedVector<float> resident_weight;
+  // Sketched weights of drawn slots, -1 where the slot counts exactly.
+  AlignedVector<float> resident_sketched;
+  // Sums of weighted values.
+  AlignedVector<float> output;
+
+  std::vector<HeadState> states;  // [group]
+  // Odds of drawn slots, infinite for those in H.
+  AlignedVector<float> slot_odds;
+  // Squares of the local window's probabilities.
+  AlignedVector<float> square;
+  // Positions, ascending: the tokens to fetch, and those of them that are not resident.
+  std::vector<std::uint32_t> fetched;
+  std::vector<std::uint32_t> moved;
+  // Zeros: make the weights kernel take every token.
+  std::vector<Positive16> no_odds;
+  // [compressed], 0 between steps.
+  std::vector<std::uint8_t> mark;
+  // Of the search for a threshold (fetch_search.hpp).
+  AlignedVector<float> plan_weight, plan_odds, plan_worth;
+  std::vector<std::uint32_t> plan_position;
+  // Of the exact order (Eq. 9), in double.
+  std::vector<double> exact_weight, exact_odds, exact_gain, exact_scratch;
+  std::vector<std::uint32_t> exact_order, exact_index;
+};
+
+// The workspaces of a backend's threads. Whatever makes a layer's heads larger calls `reserve`
+// once, before it changes anything.
+class Workspaces {
+ public:
+  Workspaces(int threads, const FetchRules& rules)
+      : rules_(rules), of_thread_(static_cast<std::size_t>(threads)) {}
+
+  // As Workspace::reserve, for every thread. Throws std::bad_alloc; what is there stays usable.
+  void reserve(const LayerShape& shape, std::int64_t compressed, std::int64_t residents) {
+    for (Workspace& workspace : of_thread_) workspace.reserve(shape, rules_, compressed, residents);
+  }
+  Workspace& of(int thread) { return of_thread_[static_cast<std::size_t>(thread)]; }
+  const FetchRules& rules() const { return rules_; }
+  std::int64_t bytes() const;
+
+ private:
+  FetchRules rules_;
+  std::vector<Workspace> of_thread_;
+};
+
+// One KV head with its group of query heads during a step: what is fixed while the step runs, and
+// its arrays in the workspace.
+struct HeadGroup {
+  HeadGroup(const Kernels& kernels, const LayerShape& shape, const FetchRules& rules,
+            HeadStore& store, Workspace& workspace);
+
+  const Kernels& kernels;
+  const LayerShape& shape;
+  const FetchRules& rules;
+  HeadStore& store;
+  Workspace& workspace;
+  // Query heads.
+  int heads;
+  std::int64_t compressed;
+  std::int64_t residents;
+  // The first so many resident slots are drawn ones, the others the local window.
+  std::int64_t drawn;
+  std::int64_t query_stride;
+  std::int64_t code_stride;
+  std::int64_t weight_stride;
+  std::int64_t resident_stride;
+
+  HeadState& state(int h) { return workspace.states[static_cast<std::size_t>(h)]; }
+  float* query(int h) { return workspace.query.data() + h * query_stride; }
+  float* basis_query(int h) { return workspace.basis_query.data() + h * query_stride; }
+  std::int8_t* code_query(int h) { return workspace.code_query.data() + h * code_stride; }
+  float* weight(int h) { return workspace.weight.data() + h * weight_stride; }
+  float* resident_logit(int h) { return workspace.resident_logit.data() + h * resident_stride; }
+  float* resident_weight(int h) { return workspace.resident_weight.data() + h * resident_stride; }
+  float* resident_sketched(int h) {
+    return workspace.resident_sketched.data() + h * resident_stride;
+  }
+  float odds(std::int64_t position) const { return to_float(store.odds()[position]); }
+  // Whether a compressed token belongs to L.
+  bool is_low(std::int64_t position) const {
+    return store.odds()[position].bits < kPositive16Infinity.bits;
+  }
+
+  // Calls f(first head, heads) over parts of the group that a kernel takes at once.
+  template <class F>
+  void in_parts(F&& f) const {
+    for (int first = 0; first < heads; first += kMaxHeads)
+      f(first, std::min(kMaxHeads, heads - first));
+  }
+};
+
+}  // namespace verkv::cpu
+
+#endif  // VERKV_SRC_CPU_WORKSPACE_HPP
