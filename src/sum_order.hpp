@@ -36,12 +36,11 @@ VERKV_HD inline float fold16(const float* lane) {
 }
 
 // Roundings that a term can go through within a block: those of its lane after the first, and four
-// folds. Each is off by at most 2^-24, relatively; additions in double and the terms' own roundings
-// are too few and too small to matter. All terms are positive, so this is the relative error of a
-// sum.
+// folds. Each is off by at most 2^-24, relatively. All terms are positive, so their number bounds
+// the relative error of a sum; additions in double and the terms' own roundings hardly add to it.
 inline constexpr int kSumRoundings = kBlockTokens / kLanes - 1 + 4;
 inline constexpr double kSumError = kSumRoundings * 0x1p-24;
-// eps(L) = (beta + ... + sqrt(... + 2 V l)) / D and beta = W / (1 + R): at most W, R and D are off.
+// What the factor has to cover: certificate.hpp.
 static_assert(kOutward - 1 > 4 * kSumError);
 
 }  // namespace verkv

@@ -107,9 +107,13 @@ VERKV_HD constexpr bool is_computable(double denominator) {
 }
 
 // Certificates of a step are enlarged by this factor, so that the rounding of the sums in them (W
-// and R of beta, V, D) does not turn an upper bound into a lower one. The sums' terms are positive
+// and R of beta, V, D) does not turn an upper bound into a lower one. The sums' terms are positive,
 // and their relative error is at most 35 * 2^-24 = 2.1e-6 (src/sum_order.hpp, which checks this
-// factor): beta and D bring four such errors into eps(L), V half of one under its root.
+// factor). That of D enters eps(L) once, that of V is halved by its root. A beta that is off leaves
+// a bias of W_A - beta R_A instead of beta: up to 1 + 2 R_A such errors of beta, beside a root of
+// at least beta sqrt(2 l R_A). At delta = 0.1 the factor covers all of it, however the errors fall,
+// while the odds R_A of the tokens with t > beta sum to less than 20. Errors that do not all fall
+// one way are far smaller.
 inline constexpr double kOutward = 1 + 1e-5;
 
 // The certificate that a step reports and decides by.

@@ -122,7 +122,7 @@ VERKV_HD inline void pack_code(const SketchShape& shape, std::uint8_t* codes, st
   if (coordinate < shape.fine) put(group[kSketchGroup * shape.low_bytes() + at], code >> 2);
 }
 
-// Reads it back.
+// The code that pack_code wrote.
 VERKV_HD inline unsigned unpack_code(const SketchShape& shape, const std::uint8_t* codes,
                                      std::int64_t token, int coordinate) {
   const std::uint8_t* group = codes + token / kSketchGroup * (kSketchGroup * shape.code_bytes());

@@ -77,6 +77,7 @@ void dot_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t coun
       const std::int64_t at = i + r < count ? i + r : count - 1;
       row[r] = data + (index != nullptr ? std::int64_t{index[at]} : at) * rows.stride;
     });
+    // Two batches ahead. A guess: nearer lines come too late, farther ones may be evicted again.
     if (index != nullptr && i + 3 * kRowsAtOnce <= count) {
       for (std::int64_t r = i + 2 * kRowsAtOnce; r < i + 3 * kRowsAtOnce; ++r) {
         prefetch(data + std::int64_t{index[r]} * rows.stride, rows.dim);
@@ -151,7 +152,7 @@ template <class T, int kHeads, int kVectors>
 void add_weighted(const Rows& rows, const std::uint32_t* index, std::int64_t begin,
                   std::int64_t end, const float* c, std::int64_t c_stride, int j, float* out,
                   std::int64_t out_stride) {
-  constexpr std::int64_t kAhead = 8;
+  constexpr std::int64_t kAhead = 8;  // rows; a guess as in dot_rows_of
   const T* data = static_cast<const T*>(rows.data) + j;
   VF acc[kHeads][kVectors];
   unroll<kHeads>([&](auto h) VERKV_LAMBDA {
@@ -203,6 +204,7 @@ void add_weighted_rest(const Rows& rows, const std::uint32_t* index, std::int64_
 template <class T, int kHeads>
 void weighted_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t count,
                       const float* c, std::int64_t c_stride, float* out, std::int64_t out_stride) {
+  // As many coordinates at a time as there are registers for their sums.
   constexpr int kVectors = (kN == kLanes ? 16 : 8) / power_of_two_from(kHeads);
   constexpr int kMost = kVectors < 8 ? kVectors : 8;
   for (std::int64_t begin = 0; begin < count; begin += kBlockRows) {

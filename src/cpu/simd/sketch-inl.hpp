@@ -37,11 +37,14 @@ namespace HWY_NAMESPACE {
 #if VERKV_VECTORS
 namespace {
 
+// A block of codes: bytes of a lane, coordinates, bytes.
 constexpr int kPlaneRows = 4;
 constexpr int kBlockDims = 16;
 constexpr int kBlockBytes = kPlaneRows * 16;
 // Words of 32 bits with the query's share of one head, block and j.
 constexpr int kQueryWords = VERKV_BYTE_DOT ? 1 : 2;
+// Larger sketches take the scalar kernel. Twice the largest head size that a cache supports, and
+// 32 KiB of the stack for the query.
 constexpr int kMostSketchDim = 1024;
 
 #if VERKV_BYTE_DOT
