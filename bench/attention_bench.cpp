@@ -17,7 +17,7 @@ struct Tensors {
 
   Tensors(const StageData& data, DType t)
       : keys(stored(data.cache.keys, t)), values(stored(data.cache.values, t)), type(t) {}
-  static cpu::Rows rows(const std::vector<std::byte>& bytes, DType type, std::int64_t dim) {
+  static Rows rows(const std::vector<std::byte>& bytes, DType type, std::int64_t dim) {
     return {bytes.data(), type, dim, static_cast<int>(dim)};
   }
 };

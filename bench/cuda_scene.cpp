@@ -112,7 +112,7 @@ void Scene::append() {
   VERKV_CUDA_CHECK(cudaMemsetAsync(bad.data(), 0, at(bad.bytes()), stream_));
   const std::int64_t count = prompt_.shape().tokens;
   store_.reserve_append(count, table_.data(), stream_);
-  cuda::AppendStep step;
+  cuda::AppendArguments step;
   step.keys = prompt_.key_view();
   step.values = prompt_.value_view();
   step.bad = bad.data();

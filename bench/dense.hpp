@@ -16,8 +16,8 @@
 namespace verkv::bench {
 
 struct DenseHead {
-  cpu::Rows keys;
-  cpu::Rows values;
+  Rows keys;
+  Rows values;
   std::int64_t tokens = 0;
   float scale = 1;
   int group = 1;
@@ -51,8 +51,8 @@ class DenseAttention {
       shift.fill(-std::numeric_limits<float>::infinity());
       for (std::int64_t begin = 0; begin < head.tokens; begin += kBlock) {
         const std::int64_t count = std::min(kBlock, head.tokens - begin);
-        const cpu::Rows keys = from(head.keys, begin);
-        const cpu::Rows values = from(head.values, begin);
+        const Rows keys = from(head.keys, begin);
+        const Rows values = from(head.values, begin);
         kernels_.dot_rows(keys, nullptr, count, query_.data(), heads, stride, logit_.data(),
                           kBlock);
         for (int h = 0; h < heads; ++h) {
@@ -78,8 +78,8 @@ class DenseAttention {
   }
 
  private:
-  static cpu::Rows from(const cpu::Rows& rows, std::int64_t begin) {
-    cpu::Rows part = rows;
+  static Rows from(const Rows& rows, std::int64_t begin) {
+    Rows part = rows;
     part.data = static_cast<const std::byte*>(rows.data) +
                 begin * rows.stride * static_cast<std::int64_t>(size_bytes(rows.type));
     return part;

@@ -48,9 +48,9 @@ constexpr int kDraws = 4;
 Matrix rows_of(const verkv::TensorView& view, std::int64_t head) {
   Matrix m(static_cast<Index>(view.tokens), static_cast<Index>(view.dim));
   for (std::int64_t t = 0; t < view.tokens; ++t) {
-    const verkv::cpu::Rows row{view.row(t, head), view.type, 0, static_cast<int>(view.dim)};
+    const verkv::Rows row{view.row(t, head), view.type, 0, static_cast<int>(view.dim)};
     for (std::int64_t j = 0; j < view.dim; ++j)
-      m(static_cast<Index>(t), static_cast<Index>(j)) = verkv::cpu::load_element(row, 0, j);
+      m(static_cast<Index>(t), static_cast<Index>(j)) = verkv::load_element(row, 0, j);
   }
   return m;
 }

@@ -68,9 +68,9 @@ std::vector<Layer> recorded_layers() {
     const std::int64_t inner = heads_first ? view.tokens : view.heads;
     for (std::int64_t a = 0; a < outer; ++a) {
       for (std::int64_t b = 0; b < inner; ++b) {
-        const cpu::Rows row{heads_first ? view.row(b, a) : view.row(a, b), view.type, 0,
-                            static_cast<int>(view.dim)};
-        for (std::int64_t j = 0; j < view.dim; ++j) out.push_back(cpu::load_element(row, 0, j));
+        const Rows row{heads_first ? view.row(b, a) : view.row(a, b), view.type, 0,
+                       static_cast<int>(view.dim)};
+        for (std::int64_t j = 0; j < view.dim; ++j) out.push_back(load_element(row, 0, j));
       }
     }
     return out;
@@ -138,7 +138,7 @@ class Dense {
       std::vector<DenseHead> heads;
       for (std::int64_t h = 0; h < layer.config.kv_heads; ++h) {
         const auto rows = [&](const std::byte* data, std::int64_t dim) {
-          return cpu::Rows{
+          return Rows{
               data + h * layer.tokens * dim * static_cast<std::int64_t>(size_bytes(storage)),
               storage, dim, static_cast<int>(dim)};
         };

@@ -49,11 +49,12 @@ inline double correlation(std::span<const double> x, std::span<const double> y) 
 // Elements as the storage type has them.
 inline std::vector<std::byte> stored(std::span<const float> x, DType type) {
   std::vector<std::byte> bytes(x.size() * size_bytes(type));
-  for (std::size_t i = 0; i < x.size(); ++i) {
-    const std::uint16_t half = type == DType::f16 ? to_half(x[i]).bits : to_bfloat16(x[i]).bits;
-    const void* from = type == DType::f32 ? static_cast<const void*>(&x[i]) : &half;
-    std::memcpy(bytes.data() + i * size_bytes(type), from, size_bytes(type));
-  }
+  with_element(type, [&](auto element) {
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      element = from_float<decltype(element)>(x[i]);
+      std::memcpy(bytes.data() + i * sizeof element, &element, sizeof element);
+    }
+  });
   return bytes;
 }
 
@@ -99,7 +100,7 @@ struct StageData {
     for (const float q : cache.queries) query.push_back(scale * q);
     logit.resize(at(heads * tokens));
     const cpu::Kernels& kernels = cpu::vector_kernels();
-    const cpu::Rows keys{cache.keys.data(), DType::f32, dim, static_cast<int>(dim)};
+    const Rows keys{cache.keys.data(), DType::f32, dim, static_cast<int>(dim)};
     kernels.dot_rows(keys, nullptr, tokens, query.data(), heads, dim, logit.data(), tokens);
     for (int h = 0; h < heads; ++h) {
       shift.push_back(

@@ -26,19 +26,14 @@ unsigned blocks_for(std::int64_t items) {
 }
 
 VERKV_DEVICE float load(const void* row, DType type, int j) {
-  if (type == DType::f32) return static_cast<const float*>(row)[j];
-  if (type == DType::f16) return to_float(static_cast<const Half*>(row)[j]);
-  return to_float(static_cast<const BFloat16*>(row)[j]);
+  return with_element(
+      type, [=](auto zero) { return to_float(static_cast<const decltype(zero)*>(row)[j]); });
 }
 
 VERKV_DEVICE void store(void* row, DType type, int j, float x) {
-  if (type == DType::f32) {
-    static_cast<float*>(row)[j] = x;
-  } else if (type == DType::f16) {
-    static_cast<Half*>(row)[j] = to_half(x);
-  } else {
-    static_cast<BFloat16*>(row)[j] = to_bfloat16(x);
-  }
+  with_element(type, [=](auto zero) {
+    static_cast<decltype(zero)*>(row)[j] = from_float<decltype(zero)>(x);
+  });
 }
 
 // TensorView::row, which is the host's.
@@ -51,14 +46,14 @@ VERKV_DEVICE const void* view_row(const TensorView& view, std::int64_t token, st
 // ---- Append -------------------------------------------------------------------------------------
 
 __global__ void __launch_bounds__(kThreads)
-    append_kernel(LayerView layer, AppendStep step, float limit) {
+    append_kernel(LayerView layer, AppendArguments arguments, float limit) {
   const std::int64_t element = static_cast<std::int64_t>(size_bytes(layer.storage));
-  const std::int64_t items = step.keys.tokens * layer.kv_heads;
+  const std::int64_t items = arguments.keys.tokens * layer.kv_heads;
   for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const std::int64_t token = item / layer.kv_heads;
     const std::int64_t h = item % layer.kv_heads;
-    const HeadView& head = step.heads[h];
-    const std::int64_t position = step.first + token;
+    const HeadView& head = arguments.heads[h];
+    const std::int64_t position = arguments.first + token;
     const std::int64_t slot = head.drawn + (position - head.compressed);
     std::byte* host = const_cast<std::byte*>(head.host_rows) + position * layer.row_bytes();
     std::byte* key = head.resident_keys + slot * layer.key_dim * element;
@@ -67,26 +62,27 @@ __global__ void __launch_bounds__(kThreads)
          j += kThreads) {
       const bool is_value = j >= layer.key_dim;
       const int at = is_value ? j - layer.key_dim : j;
-      const TensorView& view = is_value ? step.values : step.keys;
+      const TensorView& view = is_value ? arguments.values : arguments.keys;
       const float x = load(view_row(view, token, h), view.type, at);
       store(is_value ? value : key, layer.storage, at, x);
       store(host, layer.storage, j, x);
       if (fabsf(x) <= limit) continue;  // false for NaN
-      if (atomicCAS(&step.bad->claimed, 0u, 1u) == 0u) {
-        step.bad->source = is_value ? NumberSource::values : NumberSource::keys;
-        step.bad->sequence = step.sequence;
-        step.bad->layer = step.layer_index;
-        step.bad->token = step.token_offset + token;
-        step.bad->head = h;
-        step.bad->coordinate = at;
-        step.bad->number = x;
+      if (atomicCAS(&arguments.bad->claimed, 0u, 1u) == 0u) {
+        arguments.bad->source = is_value ? NumberSource::values : NumberSource::keys;
+        arguments.bad->sequence = arguments.sequence;
+        arguments.bad->layer = arguments.layer_index;
+        arguments.bad->token = arguments.token_offset + token;
+        arguments.bad->head = h;
+        arguments.bad->coordinate = at;
+        arguments.bad->number = x;
       }
     }
     if (threadIdx.x == 0) {
       head.resident_position[slot] = static_cast<std::uint32_t>(position);
       head.window_square[position - head.compressed] = 0;
       head.window_steps[position - head.compressed] = 0;
-      if (step.counts && token == 0) step.heads[h].tokens = step.first + step.keys.tokens;
+      if (arguments.counts && token == 0)
+        arguments.heads[h].tokens = arguments.first + arguments.keys.tokens;
     }
   }
 }
@@ -200,12 +196,12 @@ __global__ void __launch_bounds__(kThreads)
 
 // One block a KV head, so that the order needs no other block.
 __global__ void __launch_bounds__(kDrawThreads)
-    draw_kernel(const HeadView* heads, DrawId key, std::int64_t begin, std::int64_t end,
+    draw_kernel(const HeadView* heads, DrawId draw, std::int64_t begin, std::int64_t end,
                 std::uint32_t* out_position, std::int64_t stride, std::int64_t* out_count) {
   using Scan = cub::BlockScan<int, kDrawThreads, cub::BLOCK_SCAN_WARP_SCANS>;
   __shared__ typename Scan::TempStorage scan;
   const Positive16* odds = heads[blockIdx.x].odds;
-  key.kv_head += blockIdx.x;
+  draw.kv_head += blockIdx.x;
   std::uint32_t* out = out_position + static_cast<std::int64_t>(blockIdx.x) * stride;
   std::int64_t written = 0;
   for (std::int64_t base = begin; base < end; base += kDrawThreads) {
@@ -213,7 +209,7 @@ __global__ void __launch_bounds__(kDrawThreads)
     bool kept = false;
     if (position < end) {
       const double r = probability_from_odds(static_cast<double>(to_float(odds[position])));
-      kept = drawn(key, static_cast<std::uint64_t>(position), r);
+      kept = drawn(draw, static_cast<std::uint64_t>(position), r);
     }
     int before = 0;
     int all = 0;
@@ -236,31 +232,31 @@ VERKV_DEVICE void copy_row(std::byte* to, const std::byte* from, std::int64_t by
 // One warp a row. Unit divides the bytes of keys and of values.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
-    gather_residents_kernel(LayerView layer, GatherStep step) {
+    gather_residents_kernel(LayerView layer, GatherArguments arguments) {
   const std::int64_t element = static_cast<std::int64_t>(size_bytes(layer.storage));
   const std::int64_t key_bytes = layer.key_dim * element;
   const std::int64_t value_bytes = layer.value_dim * element;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const std::int64_t items = step.most_residents * layer.kv_heads;
+  const std::int64_t items = arguments.most_residents * layer.kv_heads;
   for (std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
        item < items; item += static_cast<std::int64_t>(gridDim.x) * kWarps) {
-    const std::int64_t h = item / step.most_residents;
-    const std::int64_t k = item % step.most_residents;
-    const HeadView& from = step.from[h];
-    const HeadView& to = step.to[h];
+    const std::int64_t h = item / arguments.most_residents;
+    const std::int64_t k = item % arguments.most_residents;
+    const HeadView& from = arguments.from[h];
+    const HeadView& to = arguments.to[h];
     if (k >= to.residents()) continue;
-    const std::int64_t kept = step.keeps_drawn ? from.drawn : 0;
+    const std::int64_t kept = arguments.keeps_drawn ? from.drawn : 0;
     std::int64_t position = 0;
     if (k < kept) {
       position = from.resident_position[k];
     } else if (k < to.drawn) {
-      position = step.position[h * step.stride + k - kept];
+      position = arguments.position[h * arguments.stride + k - kept];
     } else {
       position = to.compressed + (k - to.drawn);
     }
     const std::byte* key = nullptr;
     const std::byte* value = nullptr;
-    if (step.keeps_drawn) {
+    if (arguments.keeps_drawn) {
       const std::int64_t slot = k < kept ? k : from.drawn + (position - from.compressed);
       key = from.resident_keys + slot * key_bytes;
       value = from.resident_values + slot * value_bytes;
@@ -301,10 +297,11 @@ __global__ void __launch_bounds__(kSlotsPerLaunch)
 
 }  // namespace
 
-cudaError_t launch_append(const LayerView& layer, const AppendStep& step, cudaStream_t stream) {
-  if (step.keys.tokens == 0) return cudaSuccess;
-  return launch(append_kernel, blocks_for(step.keys.tokens * layer.kv_heads), kThreads, 0, stream,
-                layer, step, largest_stored(layer.storage));
+cudaError_t launch_append(const LayerView& layer, const AppendArguments& arguments,
+                          cudaStream_t stream) {
+  if (arguments.keys.tokens == 0) return cudaSuccess;
+  return launch(append_kernel, blocks_for(arguments.keys.tokens * layer.kv_heads), kThreads, 0,
+                stream, layer, arguments, largest_number(layer.storage));
 }
 
 cudaError_t launch_channel_means(const LayerView& layer, const HeadView* heads, std::int64_t end,
@@ -325,21 +322,22 @@ cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::in
   return launch(encode_kernel, blocks, kThreads, shared, stream, layer, heads, end, row_stride);
 }
 
-cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawId& key,
+cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawId& draw,
                         std::int64_t begin, std::int64_t end, std::uint32_t* out_position,
                         std::int64_t stride, std::int64_t* out_count, cudaStream_t stream) {
   return launch(draw_kernel, static_cast<unsigned>(layer.kv_heads), kDrawThreads, 0, stream, heads,
-                key, begin, end, out_position, stride, out_count);
+                draw, begin, end, out_position, stride, out_count);
 }
 
-cudaError_t launch_gather_residents(const LayerView& layer, const GatherStep& step,
+cudaError_t launch_gather_residents(const LayerView& layer, const GatherArguments& arguments,
                                     cudaStream_t stream) {
-  if (step.most_residents == 0) return cudaSuccess;
+  if (arguments.most_residents == 0) return cudaSuccess;
   const std::int64_t element = static_cast<std::int64_t>(size_bytes(layer.storage));
-  const unsigned blocks = blocks_for((step.most_residents * layer.kv_heads + kWarps - 1) / kWarps);
+  const unsigned blocks =
+      blocks_for((arguments.most_residents * layer.kv_heads + kWarps - 1) / kWarps);
   const bool wide = layer.key_dim * element % 16 == 0 && layer.value_dim * element % 16 == 0;
   return launch(wide ? gather_residents_kernel<uint4> : gather_residents_kernel<std::uint16_t>,
-                blocks, kThreads, 0, stream, layer, step);
+                blocks, kThreads, 0, stream, layer, arguments);
 }
 
 cudaError_t launch_move_window(const LayerView& layer, const HeadView* from, const HeadView* to,

@@ -30,14 +30,7 @@ struct BadNumber {
   float number = 0;
 };
 
-// Largest number of each storage type.
-VERKV_HD constexpr float largest_stored(DType storage) {
-  return storage == DType::f16
-             ? 65504.0f
-             : std::bit_cast<float>(storage == DType::bf16 ? 0x7f7f0000u : 0x7f7fffffu);
-}
-
-struct AppendStep {
+struct AppendArguments {
   HeadView* heads = nullptr;  // [KV head]
   TensorView keys;            // device memory
   TensorView values;
@@ -52,7 +45,8 @@ struct AppendStep {
 };
 
 // Writes the rows to both tiers, the position of each resident, and zero scores of the window.
-cudaError_t launch_append(const LayerView& layer, const AppendStep& step, cudaStream_t stream);
+cudaError_t launch_append(const LayerView& layer, const AppendArguments& arguments,
+                          cudaStream_t stream);
 
 // The channel means over positions [0, end), all of them resident.
 cudaError_t launch_channel_means(const LayerView& layer, const HeadView* heads, std::int64_t end,
@@ -63,14 +57,14 @@ cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::in
                           cudaStream_t stream);
 
 // Positions of [begin, end) that are drawn by the odds in the views, ascending, to
-// out_position [KV head][stride], and their number to out_count [KV head]. `key` is that of KV head
-// 0; the others follow it.
-cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawId& key,
+// out_position [KV head][stride], and their number to out_count [KV head]. `draw` is of KV head 0;
+// the others follow it.
+cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawId& draw,
                         std::int64_t begin, std::int64_t end, std::uint32_t* out_position,
                         std::int64_t stride, std::int64_t* out_count, cudaStream_t stream);
 
 // How the residents of `to` come from those of `from`.
-struct GatherStep {
+struct GatherArguments {
   const HeadView* from = nullptr;
   const HeadView* to = nullptr;
   // Compression keeps the old drawn ones first and takes every row from the fast tier; a redraw
@@ -82,7 +76,7 @@ struct GatherStep {
 };
 
 // Rows and positions of the residents of `to`.
-cudaError_t launch_gather_residents(const LayerView& layer, const GatherStep& step,
+cudaError_t launch_gather_residents(const LayerView& layer, const GatherArguments& arguments,
                                     cudaStream_t stream);
 
 // Scores of the local window of `to`: those that `from` has of the same tokens, or zeros.

@@ -234,7 +234,7 @@ class CudaBackend final : public Backend {
     if (compresses && options_.views == MemorySpace::device) check_numbers();
     store.reserve_append(keys.tokens, entries, stream_);
     reserve_lengths(layer, store.compressed(), store.most_residents() + keys.tokens);
-    AppendStep step;
+    AppendArguments step;
     step.bad = bad_.data();
     step.sequence = id.value;
     step.layer_index = layer_index;
@@ -607,7 +607,7 @@ class CudaBackend final : public Backend {
 
   // ---- Append
 
-  void append_staged(LayerStore& store, AppendStep step, const TensorView& keys,
+  void append_staged(LayerStore& store, AppendArguments step, const TensorView& keys,
                      const TensorView& values, HeadView* entries) {
     const std::int64_t key_row = keys.heads * keys.dim;
     const std::int64_t value_row = values.heads * values.dim;
@@ -654,7 +654,7 @@ class CudaBackend final : public Backend {
                           " of sequence " + std::to_string(bad.sequence) + ", layer " +
                           std::to_string(bad.layer) + ": token " + place + " and, stored as " +
                           name(config_.storage) + ", not above " +
-                          fmt::format("{}", largest_stored(config_.storage)) + " in size");
+                          fmt::format("{}", largest_number(config_.storage)) + " in size");
   }
 
   // ---- Compression

@@ -61,7 +61,7 @@ std::int64_t LayerStore::code_bytes() const {
   return most;
 }
 
-cpu::Rows LayerStore::host_keys(std::int64_t head) const {
+Rows LayerStore::host_keys(std::int64_t head) const {
   return {host_.data() + head * host_capacity_ * layer_->row_bytes(), layer_->storage,
           layer_->key_dim + layer_->value_dim, layer_->key_dim};
 }
@@ -171,8 +171,8 @@ void LayerStore::reserve_append(std::int64_t count, HeadView* table, cudaStream_
   take(std::move(change), table, stream);
 }
 
-void LayerStore::append_rows(AppendStep step, std::int64_t offset, bool counts, HeadView* table,
-                             cudaStream_t stream) {
+void LayerStore::append_rows(AppendArguments step, std::int64_t offset, bool counts,
+                             HeadView* table, cudaStream_t stream) {
   step.heads = table;
   step.first = tokens() + offset;
   step.counts = counts;
@@ -253,7 +253,7 @@ void LayerStore::upload_bases(cudaStream_t stream) {
 }
 
 LayerStore::Change LayerStore::compress(std::span<const Positive16> odds,
-                                        std::vector<SketchBasis>&& bases, const DrawId& key,
+                                        std::vector<SketchBasis>&& bases, const DrawId& draw,
                                         std::int64_t spare, bool zero_scores, HeadView* table,
                                         cudaStream_t stream) {
   const std::int64_t begin = compressed();
@@ -305,7 +305,7 @@ LayerStore::Change LayerStore::compress(std::span<const Positive16> odds,
     VERKV_CUDA_CHECK(launch_encode(*layer_, table, end, stream));
   }
   VERKV_CUDA_CHECK(
-      launch_draw(*layer_, table, key, begin, end, positions.data(), count, drawn.data(), stream));
+      launch_draw(*layer_, table, draw, begin, end, positions.data(), count, drawn.data(), stream));
   std::vector<std::int64_t> new_drawn(size(heads()));
   VERKV_CUDA_CHECK(cudaMemcpyAsync(new_drawn.data(), drawn.data(), size(drawn.bytes()),
                                    cudaMemcpyDeviceToHost, stream));
@@ -321,7 +321,7 @@ LayerStore::Change LayerStore::compress(std::span<const Positive16> odds,
   allocate_window(change, tokens() - end + spare);
   VERKV_CUDA_CHECK(cudaMemcpyAsync(next.data(), change.views.data(), size(next.bytes()),
                                    cudaMemcpyHostToDevice, stream));
-  GatherStep gather;
+  GatherArguments gather;
   gather.from = table;
   gather.to = next.data();
   gather.keeps_drawn = true;
@@ -334,7 +334,7 @@ LayerStore::Change LayerStore::compress(std::span<const Positive16> odds,
   return change;
 }
 
-LayerStore::Change LayerStore::redraw(const DrawId& key, std::int64_t spare, HeadView* table,
+LayerStore::Change LayerStore::redraw(const DrawId& draw, std::int64_t spare, HeadView* table,
                                       cudaStream_t stream) const {
   Change change;
   change.views = views_;
@@ -343,7 +343,7 @@ LayerStore::Change LayerStore::redraw(const DrawId& key, std::int64_t spare, Hea
   DeviceBuffer<std::int64_t> drawn(heads(), "a draw");
   DeviceBuffer<HeadView> next(heads(), "a draw");
   VERKV_CUDA_CHECK(
-      launch_draw(*layer_, table, key, 0, end, positions.data(), end, drawn.data(), stream));
+      launch_draw(*layer_, table, draw, 0, end, positions.data(), end, drawn.data(), stream));
   std::vector<std::int64_t> new_drawn(size(heads()));
   VERKV_CUDA_CHECK(cudaMemcpyAsync(new_drawn.data(), drawn.data(), size(drawn.bytes()),
                                    cudaMemcpyDeviceToHost, stream));
@@ -352,7 +352,7 @@ LayerStore::Change LayerStore::redraw(const DrawId& key, std::int64_t spare, Hea
   allocate_residents(change, spare);
   VERKV_CUDA_CHECK(cudaMemcpyAsync(next.data(), change.views.data(), size(next.bytes()),
                                    cudaMemcpyHostToDevice, stream));
-  GatherStep gather;
+  GatherArguments gather;
   gather.from = table;
   gather.to = next.data();
   gather.keeps_drawn = false;

@@ -42,7 +42,7 @@ class LayerStore {
   // Enqueues the rows of `step`, whose first token is number `offset` of those being added; its
   // heads, first and counts are filled in here. counts: whether these are the last of the tokens
   // and the table should count them in.
-  void append_rows(AppendStep step, std::int64_t offset, bool counts, HeadView* table,
+  void append_rows(AppendArguments step, std::int64_t offset, bool counts, HeadView* table,
                    cudaStream_t stream);
   // The host side counts the tokens in.
   void add_tokens(std::int64_t count);
@@ -67,17 +67,17 @@ class LayerStore {
   };
 
   // Compresses positions [compressed, compressed + odds.size() / KV heads): odds [KV head][token].
-  // `key` names KV head 0. spare: residents that each head should have room for beyond its own.
+  // `draw` is of KV head 0, the others follow it. spare: residents that each head should have room for beyond its own.
   // bases: of a calibrated sketch, [KV head], at the first compression; otherwise empty.
   // zero_scores: the local window starts without scores. Room for the sketch and the
   // bases stay if this throws. Waits for the stream.
   Change compress(std::span<const Positive16> odds, std::vector<SketchBasis>&& bases,
-                  const DrawId& key, std::int64_t spare, bool zero_scores, HeadView* table,
+                  const DrawId& draw, std::int64_t spare, bool zero_scores, HeadView* table,
                   cudaStream_t stream);
   // Keys of one KV head on the host tier. What the stream still writes is not there yet.
-  cpu::Rows host_keys(std::int64_t head) const;
+  Rows host_keys(std::int64_t head) const;
   // The residents under another draw. Waits for the stream.
-  Change redraw(const DrawId& key, std::int64_t spare, HeadView* table, cudaStream_t stream) const;
+  Change redraw(const DrawId& draw, std::int64_t spare, HeadView* table, cudaStream_t stream) const;
   // Puts it in force. Waits for the stream.
   void take(Change&& change, HeadView* table, cudaStream_t stream);
 

@@ -52,29 +52,18 @@ struct Place {
   std::int64_t coordinate = 0;
 };
 
-template <class T>
 Place first_not_finite(const TensorView& view) {
-  for (std::int64_t t = 0; t < view.tokens; ++t) {
-    for (std::int64_t h = 0; h < view.heads; ++h) {
-      const T* row = static_cast<const T*>(view.row(t, h));
-      for (std::int64_t j = 0; j < view.dim; ++j) {
-        if (!std::isfinite(to_float(row[j]))) return {t, h, j};
+  return with_element(view.type, [&](auto zero) {
+    for (std::int64_t t = 0; t < view.tokens; ++t) {
+      for (std::int64_t h = 0; h < view.heads; ++h) {
+        const auto* row = static_cast<const decltype(zero)*>(view.row(t, h));
+        for (std::int64_t j = 0; j < view.dim; ++j) {
+          if (!std::isfinite(to_float(row[j]))) return Place{t, h, j};
+        }
       }
     }
-  }
-  return {};
-}
-
-Place first_not_finite(const TensorView& view) {
-  switch (view.type) {
-    case DType::f32:
-      return first_not_finite<float>(view);
-    case DType::f16:
-      return first_not_finite<Half>(view);
-    case DType::bf16:
-      return first_not_finite<BFloat16>(view);
-  }
-  return {};
+    return Place{};
+  });
 }
 
 }  // namespace

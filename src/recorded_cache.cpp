@@ -254,27 +254,11 @@ std::optional<LayerName> parse_layer_name(std::string_view name) {
   return LayerName{*layer, name.substr(dot + 1)};
 }
 
-bool is_finite_bits(const std::byte* address, DType type) {
-  if (type == DType::f32) {
-    std::uint32_t bits;
-    std::memcpy(&bits, address, sizeof bits);
-    return (bits & 0x7f800000u) != 0x7f800000u;
-  }
-  std::uint16_t bits;
-  std::memcpy(&bits, address, sizeof bits);
-  const unsigned exponent = type == DType::f16 ? 0x7c00u : 0x7f80u;
-  return (bits & exponent) != exponent;
-}
-
 float read_float(const std::byte* address, DType type) {
-  if (type == DType::f32) {
-    float value;
-    std::memcpy(&value, address, sizeof value);
-    return value;
-  }
-  std::uint16_t bits;
-  std::memcpy(&bits, address, sizeof bits);
-  return type == DType::f16 ? to_float(Half{bits}) : to_float(BFloat16{bits});
+  return with_element(type, [address](auto element) {
+    std::memcpy(&element, address, sizeof element);
+    return to_float(element);
+  });
 }
 
 // "[2, 17, 5]" of a flat index.
@@ -465,7 +449,7 @@ class Loader {
     const std::size_t count =
         static_cast<std::size_t>(tensor.entry->end - tensor.entry->begin) / step;
     for (std::size_t i = 0; i < count; ++i) {
-      if (!is_finite_bits(tensor.data + i * step, tensor.type)) {
+      if (!std::isfinite(read_float(tensor.data + i * step, tensor.type))) {
         complaints_.fail("tensor {}: element {} is {}, not a finite number",
                          in_quotes(tensor.entry->name),
                          place(tensor.entry->shape, static_cast<std::int64_t>(i)),

@@ -28,11 +28,11 @@ using verkv::BFloat16;
 using verkv::DType;
 using verkv::Half;
 using verkv::Positive16;
+using verkv::Rows;
 using verkv::SettledTerms;
 using verkv::cpu::HeadConstants;
 using verkv::cpu::Kernels;
 using verkv::cpu::PlanArrays;
-using verkv::cpu::Rows;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();

@@ -149,6 +149,35 @@ TEST_CASE("sizes and names of element types") {
   STATIC_REQUIRE(sizeof(Positive16) == 2);
 }
 
+TEST_CASE("with_element: each type by its own element") {
+  const auto bytes = [](verkv::DType type) {
+    return verkv::with_element(type, [](auto zero) { return sizeof zero; });
+  };
+  const auto third = [](verkv::DType type) {
+    return verkv::with_element(type, [](auto zero) {
+      return verkv::to_float(verkv::from_float<decltype(zero)>(1.0f / 3));
+    });
+  };
+  for (const verkv::DType type : {verkv::DType::f32, verkv::DType::f16, verkv::DType::bf16}) {
+    CAPTURE(verkv::name(type));
+    CHECK(bytes(type) == verkv::size_bytes(type));
+  }
+  CHECK(third(verkv::DType::f32) == 1.0f / 3);
+  CHECK(third(verkv::DType::f16) == to_float(verkv::to_half(1.0f / 3)));
+  CHECK(third(verkv::DType::bf16) == to_float(verkv::to_bfloat16(1.0f / 3)));
+  STATIC_REQUIRE(std::is_same_v<decltype(verkv::with_element(verkv::DType::f32,
+                                                             [](auto) { return std::uint8_t{}; })),
+                                std::uint8_t>);
+}
+
+TEST_CASE("largest_number: the next number of the type is infinite") {
+  CHECK(verkv::largest_number(verkv::DType::f32) == std::numeric_limits<float>::max());
+  CHECK(verkv::to_half(verkv::largest_number(verkv::DType::f16)).bits == 0x7bff);
+  CHECK(verkv::to_bfloat16(verkv::largest_number(verkv::DType::bf16)).bits == 0x7f7f);
+  CHECK(to_float(Half{0x7c00}) == kInfinity);
+  CHECK(to_float(BFloat16{0x7f80}) == kInfinity);
+}
+
 TEST_CASE("TensorView: both dense layouts address the same rows") {
   STATIC_REQUIRE(std::is_trivially_copyable_v<verkv::TensorView>);
   STATIC_REQUIRE(std::is_trivially_copyable_v<verkv::ImportanceView>);

@@ -294,11 +294,10 @@ std::vector<float> row_of(const TensorView& view, std::int64_t token) {
   std::vector<float> row;
   for (std::int64_t head = 0; head < view.heads; ++head) {
     const void* from = view.row(token, head);
-    for (std::int64_t d = 0; d < view.dim; ++d) {
-      row.push_back(view.type == DType::f32   ? static_cast<const float*>(from)[d]
-                    : view.type == DType::f16 ? to_float(static_cast<const Half*>(from)[d])
-                                              : to_float(static_cast<const BFloat16*>(from)[d]));
-    }
+    with_element(view.type, [&](auto zero) {
+      const auto* elements = static_cast<const decltype(zero)*>(from);
+      for (std::int64_t d = 0; d < view.dim; ++d) row.push_back(to_float(elements[d]));
+    });
   }
   return row;
 }

@@ -64,15 +64,8 @@ TensorView slice(const TensorView& view, std::int64_t token) {
 
 float element(const TensorView& view, std::int64_t token, std::int64_t head, std::int64_t i) {
   const void* row = view.row(token, head);
-  switch (view.type) {
-    case DType::f32:
-      return static_cast<const float*>(row)[i];
-    case DType::f16:
-      return to_float(static_cast<const Half*>(row)[i]);
-    case DType::bf16:
-      return to_float(static_cast<const BFloat16*>(row)[i]);
-  }
-  return 0;
+  return with_element(
+      view.type, [&](auto zero) { return to_float(static_cast<const decltype(zero)*>(row)[i]); });
 }
 
 // Keys and values are stored as they were recorded, so that nothing is lost; mixed types in f32.

@@ -10,10 +10,34 @@
 
 namespace verkv {
 
-// Storage type of a key, value or query element.
+namespace detail {
+// Follows a switch all of whose cases return. The enumeration's own values never come here; other
+// values are refused where views and settings enter. Such a switch has no `default`, so that a new
+// value is a compiler warning wherever it must be known.
+[[noreturn]] VERKV_HD inline void unreachable() {
+#if defined(_MSC_VER) && !defined(__clang__)
+  __assume(false);
+#else
+  __builtin_unreachable();
+#endif
+}
+}  // namespace detail
+
+// Type of a key, value or query element. A new type needs an element struct with to_float and
+// from_float, and a case in each switch on DType in this header; all other code asks with_element.
 enum class DType : std::uint8_t { f32, f16, bf16 };
 
-VERKV_HD constexpr std::size_t size_bytes(DType type) { return type == DType::f32 ? 4 : 2; }
+// Bytes of one element.
+VERKV_HD constexpr std::size_t size_bytes(DType type) {
+  switch (type) {
+    case DType::f32:
+      return 4;
+    case DType::f16:
+    case DType::bf16:
+      return 2;
+  }
+  detail::unreachable();
+}
 
 constexpr const char* name(DType type) {
   switch (type) {
@@ -85,6 +109,54 @@ VERKV_HD constexpr Half to_half(float x) {
   const std::uint32_t rest = mantissa & ((1u << shift) - 1u);
   if (rest > half || (rest == half && (value & 1u) != 0)) ++value;
   return {static_cast<std::uint16_t>(sign | value)};
+}
+
+// A binary32 number as an Element (float, Half or BFloat16), rounded to nearest even.
+template <class Element>
+VERKV_HD constexpr Element from_float(float x) = delete;
+template <>
+VERKV_HD constexpr float from_float<float>(float x) {
+  return x;
+}
+template <>
+VERKV_HD constexpr Half from_float<Half>(float x) {
+  return to_half(x);
+}
+template <>
+VERKV_HD constexpr BFloat16 from_float<BFloat16>(float x) {
+  return to_bfloat16(x);
+}
+
+// Calls f(Element{}) for the element of `type` and returns the result, whose type must not depend on
+// Element. The only way from a DType to a C++ type:
+//   with_element(type, [&](auto zero) { using Element = decltype(zero); ... });
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <class F>
+VERKV_HD constexpr decltype(auto) with_element(DType type, F&& f) {
+  switch (type) {
+    case DType::f32:
+      return f(float{});
+    case DType::f16:
+      return f(Half{});
+    case DType::bf16:
+      return f(BFloat16{});
+  }
+  detail::unreachable();
+}
+
+// The largest number of a type. Larger ones in binary32 may round to infinity.
+VERKV_HD constexpr float largest_number(DType type) {
+  switch (type) {
+    case DType::f32:
+      return std::bit_cast<float>(0x7f7fffffu);
+    case DType::f16:
+      return 65504.0f;
+    case DType::bf16:
+      return std::bit_cast<float>(0x7f7f0000u);
+  }
+  detail::unreachable();
 }
 
 // Per-token metadata that is never negative (scales, odds): binary32 without its sign bit, cut to 8

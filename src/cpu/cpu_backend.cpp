@@ -42,39 +42,24 @@ struct HeadPlan {
   std::vector<Positive16> odds;
 };
 
-template <class T>
+// Throws InvalidArgument unless every number is finite and fits the storage type.
 void check_fits(const char* what, const TensorView& view, DType storage) {
-  // The largest number of each type; above it, binary32 input may round to infinity.
-  const float limit = storage == DType::f16    ? 65504.0f
-                      : storage == DType::bf16 ? to_float(BFloat16{0x7f7f})
-                                               : std::numeric_limits<float>::max();
-  for (std::int64_t t = 0; t < view.tokens; ++t) {
-    for (std::int64_t h = 0; h < view.heads; ++h) {
-      const T* row = static_cast<const T*>(view.row(t, h));
-      for (std::int64_t j = 0; j < view.dim; ++j) {
-        const float x = to_float(row[j]);
-        if (std::fabs(x) <= limit) continue;  // false for NaN
-        throw InvalidArgument(fmt::format(
-            "{}: token {}, head {}, coordinate {} is {}; it must be finite and, stored as {}, not "
-            "above {} in size",
-            what, t, h, j, x, name(storage), limit));
+  const float limit = largest_number(storage);
+  with_element(view.type, [&](auto zero) {
+    for (std::int64_t t = 0; t < view.tokens; ++t) {
+      for (std::int64_t h = 0; h < view.heads; ++h) {
+        const auto* row = static_cast<const decltype(zero)*>(view.row(t, h));
+        for (std::int64_t j = 0; j < view.dim; ++j) {
+          const float x = to_float(row[j]);
+          if (std::fabs(x) <= limit) continue;  // false for NaN
+          throw InvalidArgument(fmt::format(
+              "{}: token {}, head {}, coordinate {} is {}; it must be finite and, stored as {}, "
+              "not above {} in size",
+              what, t, h, j, x, name(storage), limit));
+        }
       }
     }
-  }
-}
-
-void check_fits(const char* what, const TensorView& view, DType storage) {
-  switch (view.type) {
-    case DType::f32:
-      check_fits<float>(what, view, storage);
-      break;
-    case DType::f16:
-      check_fits<Half>(what, view, storage);
-      break;
-    case DType::bf16:
-      check_fits<BFloat16>(what, view, storage);
-      break;
-  }
+  });
 }
 
 class CpuBackend final : public Backend {

@@ -20,28 +20,7 @@ void reserve_more(Vector& vector, std::size_t more) {
   }
 }
 
-template <class From>
-void store_row(const From* from, std::int64_t dim, DType type, std::byte* to) {
-  for (std::int64_t j = 0; j < dim; ++j) {
-    const float x = to_float(from[j]);
-    switch (type) {
-      case DType::f32:
-        std::memcpy(to + 4 * j, &x, 4);
-        break;
-      case DType::f16: {
-        const Half half = to_half(x);
-        std::memcpy(to + 2 * j, &half, 2);
-        break;
-      }
-      case DType::bf16: {
-        const BFloat16 brain = to_bfloat16(x);
-        std::memcpy(to + 2 * j, &brain, 2);
-        break;
-      }
-    }
-  }
-}
-
+// Row (token, head) of a view, as elements of `type`.
 void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DType type,
                std::byte* to) {
   const void* row = view.row(token, head);
@@ -49,17 +28,16 @@ void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DT
     std::memcpy(to, row, static_cast<std::size_t>(view.dim) * size_bytes(type));
     return;
   }
-  switch (view.type) {
-    case DType::f32:
-      store_row(static_cast<const float*>(row), view.dim, type, to);
-      break;
-    case DType::f16:
-      store_row(static_cast<const Half*>(row), view.dim, type, to);
-      break;
-    case DType::bf16:
-      store_row(static_cast<const BFloat16*>(row), view.dim, type, to);
-      break;
-  }
+  with_element(view.type, [&](auto from) {
+    with_element(type, [&](auto stored) {
+      using From = decltype(from);
+      using Stored = decltype(stored);
+      for (std::int64_t j = 0; j < view.dim; ++j) {
+        const Stored x = from_float<Stored>(to_float(static_cast<const From*>(row)[j]));
+        std::memcpy(to + static_cast<std::size_t>(j) * sizeof x, &x, sizeof x);
+      }
+    });
+  });
 }
 
 std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
@@ -168,7 +146,7 @@ void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int
 }
 
 void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
-                         std::span<const Positive16> odds, const DrawId& key,
+                         std::span<const Positive16> odds, const DrawId& draw,
                          std::span<float> scratch) noexcept {
   const std::int64_t begin = compressed_;
   const std::int64_t end = begin + static_cast<std::int64_t>(odds.size());
@@ -196,7 +174,7 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
     const std::uint32_t position = resident_position_[from];
     if (position < end) {
       const double r = probability_from_odds(static_cast<double>(to_float(odds_[position])));
-      if (!drawn(key, position, r)) continue;
+      if (!drawn(draw, position, r)) continue;
     }
     if (to != from) {
       std::memcpy(resident_key_.data() + to * key_bytes, resident_key_.data() + from * key_bytes,
@@ -232,12 +210,12 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
   compressed_ = end;
 }
 
-HeadStore::Residents HeadStore::redraw(const LayerShape& shape, const DrawId& key) const {
+HeadStore::Residents HeadStore::redraw(const LayerShape& shape, const DrawId& draw) const {
   Residents result;
   for (std::int64_t i = 0; i < compressed_; ++i) {
     const double r =
         probability_from_odds(static_cast<double>(to_float(odds_[static_cast<std::size_t>(i)])));
-    if (drawn(key, static_cast<std::uint64_t>(i), r))
+    if (drawn(draw, static_cast<std::uint64_t>(i), r))
       result.position.push_back(static_cast<std::uint32_t>(i));
   }
   result.drawn = static_cast<std::int64_t>(result.position.size());

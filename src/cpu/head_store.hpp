@@ -102,11 +102,10 @@ class HeadStore {
   // Room to compress up to position `end` with codes of this form; afterwards compress of them
   // cannot fail.
   void reserve_compress(const LayerShape& shape, const SketchShape& codes, std::int64_t end);
-  // Compresses positions [compressed, compressed + odds.size()) with these odds, drawing with
-  // `key`. The first time after take of a basis. scratch: 2 * key_dim floats, each rounded up to
-  // 16.
+  // Compresses positions [compressed, compressed + odds.size()) with these odds, drawn by `draw`.
+  // The first time after take of a basis. scratch: twice key_dim rounded up to 16, in floats.
   void compress(const LayerShape& shape, const Kernels& kernels, std::span<const Positive16> odds,
-                const DrawId& key, std::span<float> scratch) noexcept;
+                const DrawId& draw, std::span<float> scratch) noexcept;
   // The residents under another draw of the compressed part; take puts them in place of those that
   // are there.
   struct Residents {
@@ -115,7 +114,7 @@ class HeadStore {
     std::vector<std::uint32_t> position;
     std::int64_t drawn = 0;
   };
-  Residents redraw(const LayerShape& shape, const DrawId& key) const;
+  Residents redraw(const LayerShape& shape, const DrawId& draw) const;
   void take(Residents&& residents) noexcept;
 
   // Scores of the local window: adds the squares of the attention probabilities that a step gave to

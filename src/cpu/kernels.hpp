@@ -15,6 +15,7 @@
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
+#include "rows.hpp"
 #include "sum_order.hpp"
 
 namespace verkv::cpu {
@@ -25,28 +26,6 @@ inline constexpr int kMaxHeads = 8;
 // Rows of a block of weighted_rows: a block's rounding errors stay below 256 * 2^-24 of its sum of
 // magnitudes, and its coefficients in the first cache.
 inline constexpr std::int64_t kBlockRows = 256;
-
-// Rows of keys or values: row i starts at element i * stride and has dim elements.
-struct Rows {
-  const void* data = nullptr;
-  DType type = DType::f16;
-  std::int64_t stride = 0;
-  int dim = 0;
-};
-
-// Coordinate j of a row.
-inline float load_element(const Rows& rows, std::int64_t row, std::int64_t j) {
-  const std::int64_t at = row * rows.stride + j;
-  switch (rows.type) {
-    case DType::f32:
-      return static_cast<const float*>(rows.data)[at];
-    case DType::f16:
-      return to_float(static_cast<const Half*>(rows.data)[at]);
-    case DType::bf16:
-      return to_float(static_cast<const BFloat16*>(rows.data)[at]);
-  }
-  return 0;
-}
 
 // What sketch_logits needs of a query head: logit = factor * scale * (dot - 127 query_sum) + shift.
 struct HeadConstants {

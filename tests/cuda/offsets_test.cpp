@@ -182,7 +182,7 @@ TEST_CASE("append, encode, draw and gather at positions beyond 2^31") {
   const auto write = [&](std::int64_t tokens, std::int64_t slots) {
     const Arrays arrays(layer);
     HeadView* const head = upload(std::vector<HeadView>{arrays.view(layer, tokens, slots)});
-    AppendStep step;
+    AppendArguments step;
     step.heads = head;
     step.keys = keys.view;
     step.values = values.view;
@@ -221,7 +221,7 @@ TEST_CASE("append, encode, draw and gather at positions beyond 2^31") {
     std::vector<std::uint32_t> kept;
     for (std::int64_t i = 0; i < kNew; ++i)
       kept.push_back(static_cast<std::uint32_t>(tokens + kCompressed + i));
-    GatherStep gather;
+    GatherArguments gather;
     gather.from = head;
     gather.to = upload(std::vector<HeadView>{to});
     gather.keeps_drawn = false;

@@ -35,7 +35,7 @@ using verkv::SketchKind;
 using verkv::TensorView;
 using verkv::cpu::HeadStore;
 using verkv::cpu::LayerShape;
-using verkv::cuda::AppendStep;
+using verkv::cuda::AppendArguments;
 using verkv::cuda::BadNumber;
 using verkv::cuda::DeviceBuffer;
 using verkv::cuda::HeadView;
@@ -143,7 +143,7 @@ struct Pair {
     }
     const DeviceBuffer<std::byte> key_copy = upload(key_data);
     const DeviceBuffer<std::byte> value_copy = upload(value_data);
-    AppendStep step;
+    AppendArguments step;
     step.keys = keys;
     step.keys.data = key_copy.data();
     step.values = values;
@@ -418,7 +418,7 @@ TEST_CASE("bad numbers are described") {
   values[2 * 8 + 8 + 5] = 65536.0f;  // token 1, head 1
   const DeviceBuffer<float> key_copy = upload(keys);
   const DeviceBuffer<float> value_copy = upload(values);
-  AppendStep step;
+  AppendArguments step;
   step.keys = verkv::token_major(key_copy.data(), DType::f32, 2, 2, 16);
   step.values = verkv::token_major(value_copy.data(), DType::f32, 2, 2, 8);
   step.bad = pair.bad.data();

@@ -137,14 +137,9 @@ void dot_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t coun
 
 void dot_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* q,
               int heads, std::int64_t q_stride, float* out, std::int64_t out_stride) {
-  switch (rows.type) {
-    case DType::f32:
-      return dot_rows_of<float>(rows, index, count, q, heads, q_stride, out, out_stride);
-    case DType::f16:
-      return dot_rows_of<Half>(rows, index, count, q, heads, q_stride, out, out_stride);
-    case DType::bf16:
-      return dot_rows_of<BFloat16>(rows, index, count, q, heads, q_stride, out, out_stride);
-  }
+  with_element(rows.type, [&](auto zero) HWY_ATTR {
+    dot_rows_of<decltype(zero)>(rows, index, count, q, heads, q_stride, out, out_stride);
+  });
 }
 
 // One block of rows, the coordinates from j on that fit into kVectors vectors.
@@ -244,14 +239,9 @@ void weighted_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t
 
 void weighted_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* c,
                    int heads, std::int64_t c_stride, float* out, std::int64_t out_stride) {
-  switch (rows.type) {
-    case DType::f32:
-      return weighted_rows_of<float>(rows, index, count, c, heads, c_stride, out, out_stride);
-    case DType::f16:
-      return weighted_rows_of<Half>(rows, index, count, c, heads, c_stride, out, out_stride);
-    case DType::bf16:
-      return weighted_rows_of<BFloat16>(rows, index, count, c, heads, c_stride, out, out_stride);
-  }
+  with_element(rows.type, [&](auto zero) HWY_ATTR {
+    weighted_rows_of<decltype(zero)>(rows, index, count, c, heads, c_stride, out, out_stride);
+  });
 }
 
 }  // namespace
