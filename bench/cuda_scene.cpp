@@ -8,7 +8,7 @@
 
 #include <verkv/inclusion.hpp>
 
-#include "cpu/calibration.hpp"
+#include "compression.hpp"
 #include "fetch_rules.hpp"
 #include "sketch_basis.hpp"
 #include "step.hpp"
@@ -145,22 +145,22 @@ void Scene::compress() {
   const std::vector<Positive16> odds = solve_odds();
   const std::int64_t count = tokens() - kLocalTokens;
   const ImportanceView scores = prompt_.importance(MemorySpace::host);
-  std::vector<std::future<SketchBasis>> parts;
+  std::vector<HeadCompression> heads(at(kv_heads()));
+  std::vector<std::future<void>> parts;
   for (std::int64_t h = 0; h < kv_heads(); ++h) {
     parts.push_back(std::async(std::launch::async, [&, h] {
-      const std::span<const Positive16> own(odds.data() + h * count, at(count));
-      const cpu::StoredTokens keys(store_.host_keys(h), own, scores.data + h * scores.head_stride);
-      return calibrate_sketch(kSketch.bits, keys,
-                              cpu::gather_queries(prompt_.prompt_queries(MemorySpace::host), 0,
-                                                  h * layer_.group, layer_.group),
+      HeadCompression& head = heads[at(h)];
+      head.draw = {kSeed, 0, 0, static_cast<std::uint32_t>(h)};
+      head.odds.assign(odds.begin() + h * count, odds.begin() + (h + 1) * count);
+      head.basis = make_basis(kSketch.bits, store_.host_keys(h), head.odds,
+                              scores.data + h * scores.head_stride,
+                              gather_queries(prompt_.prompt_queries(MemorySpace::host), 0,
+                                             h * layer_.group, layer_.group),
                               kSeed);
     }));
   }
-  std::vector<SketchBasis> bases;
-  for (auto& part : parts) bases.push_back(part.get());
-  store_.take(store_.compress(odds, std::move(bases), DrawId{kSeed, 0, 0, 0}, 0, true,
-                              table_.data(), stream_),
-              table_.data(), stream_);
+  for (auto& part : parts) part.get();
+  store_.take(store_.compress(heads, 0, true, table_.data(), stream_), table_.data(), stream_);
 }
 
 std::vector<cuda::HeadView> Scene::copy_row() {

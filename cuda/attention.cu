@@ -4,7 +4,7 @@
 #include <verkv/attention.hpp>
 
 #include "attention_split.cuh"
-#include "compress.hpp"
+#include "bad_number.hpp"
 #include "device_math.cuh"
 #include "launch.hpp"
 #include "query.cuh"
@@ -188,14 +188,8 @@ int attention_shared_bytes(const LayerView& layer, const StepGrid& grid) {
 }
 
 cudaError_t launch_attention(const StepArguments& arguments, cudaStream_t stream) {
-  switch (arguments.view.layer.storage) {
-    case DType::f32:
-      return launch_for<float>(arguments, stream);
-    case DType::f16:
-      return launch_for<Half>(arguments, stream);
-    default:
-      return launch_for<BFloat16>(arguments, stream);
-  }
+  return with_element(arguments.view.layer.storage,
+                      [&](auto zero) { return launch_for<decltype(zero)>(arguments, stream); });
 }
 
 }  // namespace verkv::cuda

@@ -136,15 +136,9 @@ class AttentionSplit {
   // The queries times the attention scale, which only fetched rows need.
   VERKV_DEVICE void load_queries(const StepView& step, std::int64_t row, std::int64_t first_head) {
     const std::int64_t at = row * step.query_row_stride + first_head * step.query_head_stride;
-    switch (step.query_type) {
-      case DType::f32:
-        return load_queries(static_cast<const float*>(step.queries) + at, step.query_head_stride);
-      case DType::f16:
-        return load_queries(static_cast<const Half*>(step.queries) + at, step.query_head_stride);
-      default:
-        return load_queries(static_cast<const BFloat16*>(step.queries) + at,
-                            step.query_head_stride);
-    }
+    with_element(step.query_type, [&](auto zero) {
+      load_queries(static_cast<const decltype(zero)*>(step.queries) + at, step.query_head_stride);
+    });
   }
 
   // Logits of residents begin .. begin + count - 1 and the logarithms of their coefficients. Their

@@ -10,89 +10,20 @@
 
 #include "compress.hpp"
 #include "device_math.cuh"
+#include "elements.cuh"
 #include "launch.hpp"
 
 namespace verkv::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = kCompressThreads;
 constexpr int kWarps = kThreads / 32;
-constexpr int kDrawThreads = 512;
-// Work items beyond this many blocks are looped over.
-constexpr std::int64_t kMostBlocks = 1 << 16;
-
-unsigned blocks_for(std::int64_t items) {
-  return static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, kMostBlocks));
-}
-
-VERKV_DEVICE float load(const void* row, DType type, int j) {
-  return with_element(
-      type, [=](auto zero) { return to_float(static_cast<const decltype(zero)*>(row)[j]); });
-}
-
-VERKV_DEVICE void store(void* row, DType type, int j, float x) {
-  with_element(type, [=](auto zero) {
-    static_cast<decltype(zero)*>(row)[j] = from_float<decltype(zero)>(x);
-  });
-}
-
-// TensorView::row, which is the host's.
-VERKV_DEVICE const void* view_row(const TensorView& view, std::int64_t token, std::int64_t head) {
-  return static_cast<const char*>(view.data) +
-         (token * view.token_stride + head * view.head_stride) *
-             static_cast<std::int64_t>(size_bytes(view.type));
-}
-
-// ---- Append -------------------------------------------------------------------------------------
-
-__global__ void __launch_bounds__(kThreads)
-    append_kernel(LayerView layer, AppendArguments arguments, float limit) {
-  const std::int64_t element = static_cast<std::int64_t>(size_bytes(layer.storage));
-  const std::int64_t items = arguments.keys.tokens * layer.kv_heads;
-  for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const std::int64_t token = item / layer.kv_heads;
-    const std::int64_t h = item % layer.kv_heads;
-    const HeadView& head = arguments.heads[h];
-    const std::int64_t position = arguments.first + token;
-    const std::int64_t slot = head.drawn + (position - head.compressed);
-    std::byte* host = const_cast<std::byte*>(head.host_rows) + position * layer.row_bytes();
-    std::byte* key = head.resident_keys + slot * layer.key_dim * element;
-    std::byte* value = head.resident_values + slot * layer.value_dim * element;
-    for (int j = static_cast<int>(threadIdx.x); j < layer.key_dim + layer.value_dim;
-         j += kThreads) {
-      const bool is_value = j >= layer.key_dim;
-      const int at = is_value ? j - layer.key_dim : j;
-      const TensorView& view = is_value ? arguments.values : arguments.keys;
-      const float x = load(view_row(view, token, h), view.type, at);
-      store(is_value ? value : key, layer.storage, at, x);
-      store(host, layer.storage, j, x);
-      if (fabsf(x) <= limit) continue;  // false for NaN
-      if (atomicCAS(&arguments.bad->claimed, 0u, 1u) == 0u) {
-        arguments.bad->source = is_value ? NumberSource::values : NumberSource::keys;
-        arguments.bad->sequence = arguments.sequence;
-        arguments.bad->layer = arguments.layer_index;
-        arguments.bad->token = arguments.token_offset + token;
-        arguments.bad->head = h;
-        arguments.bad->coordinate = at;
-        arguments.bad->number = x;
-      }
-    }
-    if (threadIdx.x == 0) {
-      head.resident_position[slot] = static_cast<std::uint32_t>(position);
-      head.window_square[position - head.compressed] = 0;
-      head.window_steps[position - head.compressed] = 0;
-      if (arguments.counts && token == 0)
-        arguments.heads[h].tokens = arguments.first + arguments.keys.tokens;
-    }
-  }
-}
 
 // ---- Means and encoding -------------------------------------------------------------------------
 
 // One thread a channel: the sum over the tokens is in double and in order. Loads run ahead of it.
 __global__ void __launch_bounds__(kThreads)
     channel_means_kernel(LayerView layer, const HeadView* heads, std::int64_t end) {
-  constexpr int kAhead = 16;
   const int parts = (layer.key_dim + kThreads - 1) / kThreads;
   const HeadView& head = heads[blockIdx.x / parts];
   const int j = static_cast<int>(blockIdx.x) % parts * kThreads + static_cast<int>(threadIdx.x);
@@ -100,14 +31,14 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t row = layer.key_dim * static_cast<std::int64_t>(size_bytes(layer.storage));
   double sum = 0;
   std::int64_t i = 0;
-  for (; i + kAhead <= end; i += kAhead) {
-    float x[kAhead];
+  for (; i + kMeansAhead <= end; i += kMeansAhead) {
+    float x[kMeansAhead];
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
+    for (int k = 0; k < kMeansAhead; ++k) {
       x[k] = load(head.resident_keys + (i + k) * row, layer.storage, j);
     }
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) sum += static_cast<double>(x[k]);
+    for (int k = 0; k < kMeansAhead; ++k) sum += static_cast<double>(x[k]);
   }
   for (; i < end; ++i) {
     sum += static_cast<double>(load(head.resident_keys + i * row, layer.storage, j));
@@ -281,28 +212,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- Bookkeeping of a step ----------------------------------------------------------------------
-
-constexpr int kSlotsPerLaunch = 512;
-
-struct SlotBatch {
-  std::int32_t slot[kSlotsPerLaunch];
-};
-
-__global__ void __launch_bounds__(kSlotsPerLaunch)
-    write_slots_kernel(SlotBatch batch, int count, std::int32_t* out_slots) {
-  const int i = static_cast<int>(threadIdx.x);
-  if (i < count) out_slots[i] = batch.slot[i];
-}
-
 }  // namespace
-
-cudaError_t launch_append(const LayerView& layer, const AppendArguments& arguments,
-                          cudaStream_t stream) {
-  if (arguments.keys.tokens == 0) return cudaSuccess;
-  return launch(append_kernel, blocks_for(arguments.keys.tokens * layer.kv_heads), kThreads, 0,
-                stream, layer, arguments, largest_number(layer.storage));
-}
 
 cudaError_t launch_channel_means(const LayerView& layer, const HeadView* heads, std::int64_t end,
                                  cudaStream_t stream) {
@@ -344,19 +254,6 @@ cudaError_t launch_move_window(const LayerView& layer, const HeadView* from, con
                                bool zeros, cudaStream_t stream) {
   return launch(move_window_kernel, static_cast<unsigned>(layer.kv_heads), kThreads, 0, stream,
                 from, to, zeros);
-}
-
-cudaError_t launch_write_slots(const std::int32_t* slots, int count, std::int32_t* out_slots,
-                               cudaStream_t stream) {
-  for (int first = 0; first < count; first += kSlotsPerLaunch) {
-    SlotBatch batch = {};
-    const int here = std::min(count - first, kSlotsPerLaunch);
-    std::copy(slots + first, slots + first + here, batch.slot);
-    const cudaError_t error =
-        launch(write_slots_kernel, 1, kSlotsPerLaunch, 0, stream, batch, here, out_slots + first);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
 }
 
 }  // namespace verkv::cuda

@@ -158,14 +158,9 @@ VERKV_DEVICE Products<kHeads> dot_chunk(const KeyRows& rows, int dim, std::uint3
 template <int kHeads>
 VERKV_DEVICE Products<kHeads> dot_chunk(const KeyRows& rows, int dim, std::uint32_t first,
                                         const float* query, int query_stride) {
-  switch (rows.type) {
-    case DType::f32:
-      return dot_chunk<kHeads, float>(rows, dim, first, query, query_stride);
-    case DType::f16:
-      return dot_chunk<kHeads, Half>(rows, dim, first, query, query_stride);
-    default:
-      return dot_chunk<kHeads, BFloat16>(rows, dim, first, query, query_stride);
-  }
+  return with_element(rows.type, [&](auto zero) {
+    return dot_chunk<kHeads, decltype(zero)>(rows, dim, first, query, query_stride);
+  });
 }
 
 }  // namespace verkv::cuda

@@ -20,14 +20,9 @@ VERKV_DEVICE int head_of(int set) { return kSetHeads * set + static_cast<int>(th
 // Coordinate j of a row's query head, exact.
 VERKV_DEVICE float query_number(const StepView& step, std::int64_t row, std::int64_t head, int j) {
   const std::int64_t at = row * step.query_row_stride + head * step.query_head_stride + j;
-  switch (step.query_type) {
-    case DType::f32:
-      return static_cast<const float*>(step.queries)[at];
-    case DType::f16:
-      return as_float(static_cast<const Half*>(step.queries)[at]);
-    default:
-      return as_float(static_cast<const BFloat16*>(step.queries)[at]);
-  }
+  return with_element(step.query_type, [&](auto zero) {
+    return as_float(static_cast<const decltype(zero)*>(step.queries)[at]);
+  });
 }
 
 // The query's bytes by one warp. Returns the factor of the logits. A head that is not there gets

@@ -1,9 +1,11 @@
 #include "store.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <utility>
+
+#include "compress.hpp"
+#include "sizes.hpp"
 
 namespace verkv::cuda {
 namespace {
@@ -11,15 +13,11 @@ namespace {
 // Rows of a head start at multiples of this many tokens' worth of bytes, hence aligned.
 constexpr std::int64_t kCapacityUnit = 64;
 
-std::int64_t round_up(std::int64_t n, std::int64_t unit) { return (n + unit - 1) / unit * unit; }
-
 // Grows geometrically, by half.
 std::int64_t grown(std::int64_t wanted, std::int64_t capacity) {
   if (wanted <= capacity) return capacity;
   return round_up(std::max(wanted, capacity + capacity / 2), kCapacityUnit);
 }
-
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 // [heads][capacity] of T: the first `used` of each head move to blocks of another capacity.
 template <class T>
@@ -54,7 +52,6 @@ std::int64_t LayerStore::most_residents() const {
 }
 
 std::int64_t LayerStore::code_bytes() const {
-  if (layer_->sketch.kind != SketchKind::calibrated) return layer_->sketch.code_bytes();
   std::int64_t most = 0;
   for (const SketchBasis& basis : bases_)
     most = std::max(most, std::int64_t{basis.shape.code_bytes()});
@@ -183,54 +180,59 @@ void LayerStore::add_tokens(std::int64_t count) {
   for (HeadView& view : views_) view.tokens += count;
 }
 
-void LayerStore::write_table(HeadView* table, cudaStream_t stream) const {
-  VERKV_CUDA_CHECK(cudaMemcpyAsync(table, views_.data(), views_.size() * sizeof(HeadView),
+void LayerStore::write_views(std::span<const HeadView> views, HeadView* table,
+                             cudaStream_t stream) {
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(table, views.data(), views.size() * sizeof(HeadView),
                                    cudaMemcpyHostToDevice, stream));
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 
-void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
-  const std::int64_t capacity = grown(end, sketch_capacity_);
-  const SketchShape& sketch = layer_->sketch;
-  if (capacity > sketch_capacity_) {
-    const bool coded = sketch.kind != SketchKind::exact;
-    DeviceBuffer<Positive16> odds(heads() * capacity, "odds");
-    DeviceBuffer<std::uint8_t> codes(heads() * capacity * code_bytes(), "codes");
-    DeviceBuffer<Positive16> scales(coded ? heads() * capacity : 0, "scales");
-    DeviceBuffer<float> means;
-    if (coded && channel_means_.size() == 0) {
-      means = DeviceBuffer<float>(heads() * round_up(layer_->key_dim, 4), "channel means");
-    }
-    // A step reads whole groups, so what pads the last one is written too.
-    const auto clear = [stream](auto& buffer) {
-      if (buffer.size() == 0) return;
-      VERKV_CUDA_CHECK(cudaMemsetAsync(buffer.data(), 0, size(buffer.bytes()), stream));
-    };
-    clear(odds);
-    clear(codes);
-    clear(scales);
-    const std::int64_t used = compressed();
-    copy_heads(odds.data(), capacity, odds_.data(), sketch_capacity_, used, heads(), stream);
-    if (coded) {
-      const std::int64_t code = code_bytes();
-      copy_heads(codes.data(), capacity * code, codes_.data(), sketch_capacity_ * code,
-                 round_up(used, kSketchGroup) * code, heads(), stream);
-      copy_heads(scales.data(), capacity, scales_.data(), sketch_capacity_, used, heads(), stream);
-    }
-    VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
-    // The old blocks go at the end of this scope. The table names them until it is rewritten, which
-    // the caller does before it enqueues anything more.
-    odds_.swap(odds);
-    codes_.swap(codes);
-    scales_.swap(scales);
-    if (means.size() > 0) channel_means_.swap(means);
-    sketch_capacity_ = capacity;
-    set_views();
-  }
+void LayerStore::write_table(HeadView* table, cudaStream_t stream) const {
+  write_views(views_, table, stream);
 }
 
-// The queries' side of the bases to the device.
-void LayerStore::upload_bases(cudaStream_t stream) {
+void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
+  const std::int64_t capacity = grown(end, sketch_capacity_);
+  if (capacity <= sketch_capacity_) return;
+  DeviceBuffer<Positive16> odds(heads() * capacity, "odds");
+  DeviceBuffer<std::uint8_t> codes(heads() * capacity * code_bytes(), "codes");
+  DeviceBuffer<Positive16> scales(coded() ? heads() * capacity : 0, "scales");
+  DeviceBuffer<float> means;
+  if (coded() && channel_means_.size() == 0) {
+    means = DeviceBuffer<float>(heads() * round_up(layer_->key_dim, 4), "channel means");
+  }
+  // A step reads whole groups, so what pads the last one is written too.
+  const auto clear = [stream](auto& buffer) {
+    if (buffer.size() == 0) return;
+    VERKV_CUDA_CHECK(cudaMemsetAsync(buffer.data(), 0, size(buffer.bytes()), stream));
+  };
+  clear(odds);
+  clear(codes);
+  clear(scales);
+  const std::int64_t used = compressed();
+  copy_heads(odds.data(), capacity, odds_.data(), sketch_capacity_, used, heads(), stream);
+  if (coded()) {
+    const std::int64_t code = code_bytes();
+    copy_heads(codes.data(), capacity * code, codes_.data(), sketch_capacity_ * code,
+               round_up(used, kSketchGroup) * code, heads(), stream);
+    copy_heads(scales.data(), capacity, scales_.data(), sketch_capacity_, used, heads(), stream);
+  }
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  // The old blocks go at the end of this scope. The table names them until it is rewritten, which
+  // the caller does before it enqueues anything more.
+  odds_.swap(odds);
+  codes_.swap(codes);
+  scales_.swap(scales);
+  if (means.size() > 0) channel_means_.swap(means);
+  sketch_capacity_ = capacity;
+  set_views();
+}
+
+void LayerStore::take_bases(std::span<HeadCompression> compressions, cudaStream_t stream) {
+  // Codes of other bases, of a compression that failed, have no place here.
+  bases_.clear();
+  for (HeadCompression& head : compressions) bases_.push_back(std::move(head.basis));
+  sketch_capacity_ = 0;
   std::vector<Half> query;
   std::vector<std::int64_t> begin;
   for (const SketchBasis& basis : bases_) {
@@ -252,26 +254,12 @@ void LayerStore::upload_bases(cudaStream_t stream) {
   }
 }
 
-LayerStore::Change LayerStore::compress(std::span<const Positive16> odds,
-                                        std::vector<SketchBasis>&& bases, const DrawId& draw,
-                                        std::int64_t spare, bool zero_scores, HeadView* table,
-                                        cudaStream_t stream) {
-  const std::int64_t begin = compressed();
-  const std::int64_t count = static_cast<std::int64_t>(odds.size()) / heads();
-  const std::int64_t end = begin + count;
-  DeviceBuffer<std::uint32_t> positions(heads() * count, "a draw");
-  DeviceBuffer<std::int64_t> drawn(heads(), "a draw");
-  DeviceBuffer<HeadView> next(heads(), "a compression");
+DeviceBuffer<float> LayerStore::open_sketch(std::int64_t end, HeadView* table,
+                                            cudaStream_t stream) {
   DeviceBuffer<float> encode;
-  if (layer_->sketch.kind == SketchKind::calibrated) {
-    if (!bases.empty()) {
-      // Codes of other bases, of a compression that failed, have no place here.
-      bases_ = std::move(bases);
-      sketch_capacity_ = 0;
-      upload_bases(stream);
-    }
+  std::vector<std::int64_t> at;
+  if (coded()) {
     std::vector<float> matrices;
-    std::vector<std::int64_t> at;
     for (const SketchBasis& basis : bases_) {
       at.push_back(static_cast<std::int64_t>(matrices.size()));
       matrices.insert(matrices.end(), basis.encode.begin(), basis.encode.end());
@@ -280,86 +268,89 @@ LayerStore::Change LayerStore::compress(std::span<const Positive16> odds,
     VERKV_CUDA_CHECK(cudaMemcpyAsync(encode.data(), matrices.data(), size(encode.bytes()),
                                      cudaMemcpyHostToDevice, stream));
     VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
-    for (std::size_t h = 0; h < bases_.size(); ++h) views_[h].basis_encode = encode.data() + at[h];
   }
-  // The matrices are there for this compression only; whether it succeeds or not, no view keeps
-  // them.
-  struct Forget {
-    std::vector<HeadView>& views;
-    ~Forget() {
-      for (HeadView& view : views) view.basis_encode = nullptr;
-    }
-  };
-  {
-    const Forget forget{views_};
-    reserve_sketch(end, stream);
-    write_table(table, stream);
-  }
+  reserve_sketch(end, stream);
+  // Only the table that is written now names the matrices, which go after this compression.
+  std::vector<HeadView> views = views_;
+  for (std::size_t h = 0; h < at.size(); ++h) views[h].basis_encode = encode.data() + at[h];
+  write_views(views, table, stream);
+  return encode;
+}
+
+LayerStore::Draw LayerStore::draw(const DrawId& id, std::int64_t begin, std::int64_t end,
+                                  const HeadView* table, cudaStream_t stream) const {
+  Draw result;
+  result.positions = DeviceBuffer<std::uint32_t>(heads() * (end - begin), "a draw");
+  result.stride = end - begin;
+  const DeviceBuffer<std::int64_t> count(heads(), "a draw");
+  VERKV_CUDA_CHECK(launch_draw(*layer_, table, id, begin, end, result.positions.data(),
+                               result.stride, count.data(), stream));
+  result.count.resize(size(heads()));
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(result.count.data(), count.data(), size(count.bytes()),
+                                   cudaMemcpyDeviceToHost, stream));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  return result;
+}
+
+DeviceBuffer<HeadView> LayerStore::gather(const Change& change, const Draw& draw, bool keeps_drawn,
+                                          const HeadView* table, cudaStream_t stream) const {
+  DeviceBuffer<HeadView> next(heads(), "a draw");
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(next.data(), change.views.data(), size(next.bytes()),
+                                   cudaMemcpyHostToDevice, stream));
+  GatherArguments arguments;
+  arguments.from = table;
+  arguments.to = next.data();
+  arguments.keeps_drawn = keeps_drawn;
+  arguments.position = draw.positions.data();
+  arguments.stride = draw.stride;
+  arguments.most_residents = change.most_residents;
+  VERKV_CUDA_CHECK(launch_gather_residents(*layer_, arguments, stream));
+  return next;
+}
+
+LayerStore::Change LayerStore::compress(std::span<HeadCompression> compressions, std::int64_t spare,
+                                        bool zero_scores, HeadView* table, cudaStream_t stream) {
+  const std::int64_t begin = compressed();
+  const std::int64_t end = compressions.front().end();
+  const DrawId id = compressions.front().draw;
+  if (coded() && begin == 0) take_bases(compressions, stream);
+  const DeviceBuffer<float> matrices = open_sketch(end, table, stream);
 
   // Beyond `compressed` nothing is looked at, so all of this may be written in place.
-  VERKV_CUDA_CHECK(cudaMemcpy2DAsync(odds_.data() + begin, size(sketch_capacity_) * 2, odds.data(),
-                                     size(count) * 2, size(count) * 2, size(heads()),
-                                     cudaMemcpyHostToDevice, stream));
-  if (layer_->sketch.kind != SketchKind::exact) {
+  for (std::size_t h = 0; h < compressions.size(); ++h) {
+    const std::vector<Positive16>& odds = compressions[h].odds;
+    VERKV_CUDA_CHECK(cudaMemcpyAsync(
+        odds_.data() + static_cast<std::int64_t>(h) * sketch_capacity_ + begin, odds.data(),
+        odds.size() * sizeof(Positive16), cudaMemcpyHostToDevice, stream));
+  }
+  if (coded()) {
     if (begin == 0) VERKV_CUDA_CHECK(launch_channel_means(*layer_, table, end, stream));
     VERKV_CUDA_CHECK(launch_encode(*layer_, table, end, stream));
   }
-  VERKV_CUDA_CHECK(
-      launch_draw(*layer_, table, draw, begin, end, positions.data(), count, drawn.data(), stream));
-  std::vector<std::int64_t> new_drawn(size(heads()));
-  VERKV_CUDA_CHECK(cudaMemcpyAsync(new_drawn.data(), drawn.data(), size(drawn.bytes()),
-                                   cudaMemcpyDeviceToHost, stream));
-  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  const Draw drawn = draw(id, begin, end, table, stream);
 
   Change change;
   change.views = views_;
   for (std::size_t h = 0; h < change.views.size(); ++h) {
     change.views[h].compressed = end;
-    change.views[h].drawn += new_drawn[h];
+    change.views[h].drawn += drawn.count[h];
   }
   allocate_residents(change, spare);
   allocate_window(change, tokens() - end + spare);
-  VERKV_CUDA_CHECK(cudaMemcpyAsync(next.data(), change.views.data(), size(next.bytes()),
-                                   cudaMemcpyHostToDevice, stream));
-  GatherArguments gather;
-  gather.from = table;
-  gather.to = next.data();
-  gather.keeps_drawn = true;
-  gather.position = positions.data();
-  gather.stride = count;
-  gather.most_residents = change.most_residents;
-  VERKV_CUDA_CHECK(launch_gather_residents(*layer_, gather, stream));
+  const DeviceBuffer<HeadView> next = gather(change, drawn, true, table, stream);
   VERKV_CUDA_CHECK(launch_move_window(*layer_, table, next.data(), zero_scores, stream));
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
   return change;
 }
 
-LayerStore::Change LayerStore::redraw(const DrawId& draw, std::int64_t spare, HeadView* table,
+LayerStore::Change LayerStore::redraw(const DrawId& id, std::int64_t spare, HeadView* table,
                                       cudaStream_t stream) const {
+  const Draw drawn = draw(id, 0, compressed(), table, stream);
   Change change;
   change.views = views_;
-  const std::int64_t end = compressed();
-  DeviceBuffer<std::uint32_t> positions(heads() * end, "a draw");
-  DeviceBuffer<std::int64_t> drawn(heads(), "a draw");
-  DeviceBuffer<HeadView> next(heads(), "a draw");
-  VERKV_CUDA_CHECK(
-      launch_draw(*layer_, table, draw, 0, end, positions.data(), end, drawn.data(), stream));
-  std::vector<std::int64_t> new_drawn(size(heads()));
-  VERKV_CUDA_CHECK(cudaMemcpyAsync(new_drawn.data(), drawn.data(), size(drawn.bytes()),
-                                   cudaMemcpyDeviceToHost, stream));
-  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
-  for (std::size_t h = 0; h < change.views.size(); ++h) change.views[h].drawn = new_drawn[h];
+  for (std::size_t h = 0; h < change.views.size(); ++h) change.views[h].drawn = drawn.count[h];
   allocate_residents(change, spare);
-  VERKV_CUDA_CHECK(cudaMemcpyAsync(next.data(), change.views.data(), size(next.bytes()),
-                                   cudaMemcpyHostToDevice, stream));
-  GatherArguments gather;
-  gather.from = table;
-  gather.to = next.data();
-  gather.keeps_drawn = false;
-  gather.position = positions.data();
-  gather.stride = end;
-  gather.most_residents = change.most_residents;
-  VERKV_CUDA_CHECK(launch_gather_residents(*layer_, gather, stream));
+  const DeviceBuffer<HeadView> next = gather(change, drawn, false, table, stream);
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
   return change;
 }
@@ -397,7 +388,7 @@ std::vector<float> LayerStore::window_scores(std::int64_t count, cudaStream_t st
                                      cudaMemcpyDeviceToHost, stream));
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
   for (std::size_t i = 0; i < n; ++i) {
-    score[i] = steps[i] == 0 ? 0.0f : std::sqrt(score[i] / static_cast<float>(steps[i]));
+    score[i] = window_score(score[i], steps[i]);
   }
   return score;
 }
@@ -411,13 +402,12 @@ void LayerStore::clear_window_scores(cudaStream_t stream) {
 void LayerStore::add_memory(MemoryReport& report) const {
   const std::int64_t end = compressed();
   const std::int64_t padded = round_up(end, kSketchGroup);
-  const SketchShape& sketch = layer_->sketch;
   MemoryReport used;
   used.host_bytes = heads() * tokens() * layer_->row_bytes();
   std::int64_t residents = 0;
   for (const HeadView& view : views_) residents += view.residents();
   used.resident_bytes = residents * (key_bytes() + value_bytes());
-  if (end > 0 && sketch.kind != SketchKind::exact) {
+  if (end > 0 && coded()) {
     std::int64_t codes = 0;
     for (const SketchBasis& basis : bases_) {
       codes += code_storage_bytes(basis.shape, end);

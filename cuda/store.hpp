@@ -12,10 +12,11 @@
 #include <verkv/reports.hpp>
 #include <verkv/sample.hpp>
 
-#include "compress.hpp"
-#include "cpu/kernels.hpp"
+#include "append.hpp"
+#include "compression.hpp"
 #include "device_memory.hpp"
 #include "host_buffer.hpp"
+#include "rows.hpp"
 #include "sketch_basis.hpp"
 #include "views.hpp"
 
@@ -66,23 +67,22 @@ class LayerStore {
     std::int64_t host_capacity = 0;
   };
 
-  // Compresses positions [compressed, compressed + odds.size() / KV heads): odds [KV head][token].
-  // `draw` is of KV head 0, the others follow it. spare: residents that each head should have room for beyond its own.
-  // bases: of a calibrated sketch, [KV head], at the first compression; otherwise empty.
-  // zero_scores: the local window starts without scores. Room for the sketch and the
-  // bases stay if this throws. Waits for the stream.
-  Change compress(std::span<const Positive16> odds, std::vector<SketchBasis>&& bases,
-                  const DrawId& draw, std::int64_t spare, bool zero_scores, HeadView* table,
-                  cudaStream_t stream);
-  // Keys of one KV head on the host tier. What the stream still writes is not there yet.
+  // Computes a compression: one element of `heads` per KV head, in order, all of the same positions
+  // from compressed() on; their bases are taken. spare: residents that each head should have room
+  // for beyond its own. zero_scores: the local window starts without scores. Room for the sketch
+  // and the bases stay if this throws. Waits for the stream.
+  Change compress(std::span<HeadCompression> heads, std::int64_t spare, bool zero_scores,
+                  HeadView* table, cudaStream_t stream);
+  // Keys of one KV head on the host tier. What the stream has still to write is not there yet.
   Rows host_keys(std::int64_t head) const;
-  // The residents under another draw. Waits for the stream.
-  Change redraw(const DrawId& draw, std::int64_t spare, HeadView* table, cudaStream_t stream) const;
+  // The residents under another draw; `id` is of KV head 0, the others follow it. Waits for the
+  // stream.
+  Change redraw(const DrawId& id, std::int64_t spare, HeadView* table, cudaStream_t stream) const;
   // Puts it in force. Waits for the stream.
   void take(Change&& change, HeadView* table, cudaStream_t stream);
 
-  // Scores of the first `count` tokens of the local window, [KV head][count], as
-  // HeadStore::window_score. Waits for the stream.
+  // window_score (compression.hpp) of the first `count` tokens of the local window, [KV head][token].
+  // Waits for the stream.
   std::vector<float> window_scores(std::int64_t count, cudaStream_t stream) const;
   void clear_window_scores(cudaStream_t stream);
 
@@ -99,9 +99,32 @@ class LayerStore {
   void allocate_residents(Change& change, std::int64_t spare) const;
   void allocate_window(Change& change, std::int64_t capacity) const;
   void set_views();
+  static void write_views(std::span<const HeadView> views, HeadView* table, cudaStream_t stream);
+
+  // Whether the sketch has codes, and so a basis.
+  bool coded() const { return layer_->sketch.kind != SketchKind::exact; }
   // Bytes of codes of a token that each head has room for.
   std::int64_t code_bytes() const;
-  void upload_bases(cudaStream_t stream);
+  // The bases of a first compression; the queries' side goes to the device.
+  void take_bases(std::span<HeadCompression> compressions, cudaStream_t stream);
+  // Room for the sketch of positions [0, end), and the table with the keys' side of the bases, which
+  // the result holds: the table names it until it is written anew.
+  DeviceBuffer<float> open_sketch(std::int64_t end, HeadView* table, cudaStream_t stream);
+
+  // Positions drawn, ascending: [KV head][stride], of each head `count`.
+  struct Draw {
+    DeviceBuffer<std::uint32_t> positions;
+    std::int64_t stride = 0;
+    std::vector<std::int64_t> count;
+  };
+  // Draws among positions [begin, end) by the odds in the table. `id` is of KV head 0. Waits for the
+  // stream.
+  Draw draw(const DrawId& id, std::int64_t begin, std::int64_t end, const HeadView* table,
+            cudaStream_t stream) const;
+  // Enqueues the rows of the residents of `change`. The result, its views on the device, must be kept
+  // until the stream has been waited for.
+  DeviceBuffer<HeadView> gather(const Change& change, const Draw& draw, bool keeps_drawn,
+                                const HeadView* table, cudaStream_t stream) const;
 
   const LayerView* layer_;
   bool require_pinned_;

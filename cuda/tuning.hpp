@@ -70,8 +70,23 @@ inline constexpr float kMostAbove = 10;
 // How far below e^0 it may be where nothing has been added yet: small weights lose bits below that.
 inline constexpr float kMostBelow = 12;
 
-// ---- Around the step (cuda_backend.cpp, store.cpp) ----------------------------------------------
+// ---- Around the step (append.cu, compress.cu, staging.cpp, step_buffers.cpp, cuda_backend.cpp) ----
 
+// Threads of a block that appends one token of one KV head: as many as a usual row has coordinates.
+inline constexpr int kAppendThreads = 128;
+// Threads of a block of a compression's kernels: no step waits for them, and small blocks fill the
+// device for short prompts too.
+inline constexpr int kCompressThreads = 128;
+// Of the draw, where a KV head is one block, more.
+inline constexpr int kDrawThreads = 512;
+// Keys that a thread of the channel means loads ahead: about a way to memory and back.
+inline constexpr int kMeansAhead = 16;
+// More blocks than this of any of them loop over their items: a device holds far fewer at a time.
+inline constexpr std::int64_t kMostBlocks = 1 << 16;
+
+// A step is cut for lengths that are longer by one part in so many: memory against how often a
+// captured step has to be captured anew.
+inline constexpr std::int64_t kLengthRoom = 4;
 // Host views are staged in pieces of this many bytes: large enough that a copy runs at the bus's
 // speed, small beside what a cache holds.
 inline constexpr std::int64_t kStagingBytes = std::int64_t{32} << 20;

@@ -75,7 +75,7 @@ struct LayerView {
   }
 };
 
-struct BadNumber;  // compress.hpp
+struct BadNumber;  // bad_number.hpp
 
 // One decode step of a ragged batch on one layer. All addresses are device addresses; strides in
 // elements.

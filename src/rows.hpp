@@ -28,7 +28,7 @@ inline float load_element(const Rows& rows, std::int64_t row, std::int64_t j) {
 }
 
 // The mean of each coordinate over the first `count` rows: sums in double, in order.
-inline void channel_means(const Rows& rows, std::int64_t count, std::span<float> out_mean) {
+inline void column_means(const Rows& rows, std::int64_t count, std::span<float> out_mean) {
   for (std::size_t j = 0; j < out_mean.size(); ++j) {
     double sum = 0;
     for (std::int64_t i = 0; i < count; ++i)

@@ -928,9 +928,8 @@ TEST_CASE("scalar sums agree with double", "[kernels]") {
       CHECK(plan.arrays.count == 0);
       check_near("settled weight", weight, settled.above_weight, kTolerance * weight);
       check_near("settled odds", rho, settled.above_odds, kTolerance * rho);
-      const double all = settled.below_variance + static_cast<double>(beta) *
-                                                          static_cast<double>(beta) *
-                                                          settled.above_odds;
+      const double all = settled.below_variance +
+                         static_cast<double>(beta) * static_cast<double>(beta) * settled.above_odds;
       check_near("settled variance", variance, all, 2 * kTolerance * variance + tiny);
       const double settled_jump =
           std::max(static_cast<double>(beta) * static_cast<double>(settled.above_largest_odds),

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <exception>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -14,13 +13,12 @@
 #include <verkv/sample.hpp>
 
 #include "backend.hpp"
-#include "cpu/calibration.hpp"
+#include "compression.hpp"
 #include "cpu/head_store.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/step.hpp"
 #include "cpu/workspace.hpp"
 #include "fetch_rules.hpp"
-#include "inclusion_pool.hpp"
 #include "settings.hpp"
 #include "thread_pool.hpp"
 
@@ -31,15 +29,6 @@ struct Sequence {
   std::uint64_t draw = 0;
   std::vector<std::vector<HeadStore>> layers;  // [layer][KV head]
   std::vector<bool> compressed_before;         // [layer]; only then does decode compress by itself
-};
-
-// One head's share of a compression: odds of positions [begin, begin + odds.size()).
-struct HeadPlan {
-  std::size_t layer = 0;
-  std::size_t head = 0;
-  std::int64_t begin = 0;
-  const float* importance = nullptr;  // of the same positions
-  std::vector<Positive16> odds;
 };
 
 // Throws InvalidArgument unless every number is finite and fits the storage type.
@@ -66,6 +55,7 @@ class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(const CacheConfig& config)
       : config_(config),
+        compressor_(config),
         kernels_(config.study.vector_code ? vector_kernels() : scalar_kernels()),
         pool_(config.threads.value_or(0)),
         workspaces_(pool_.size(), fetch_rules(config)) {
@@ -77,11 +67,11 @@ class CpuBackend final : public Backend {
         shape.group = static_cast<int>(shape.config.query_heads / shape.config.kv_heads);
         shape.scale = logit_scale(shape.config);
         shape.soft_cap = static_cast<float>(shape.config.soft_cap.value_or(0));
-        shape.sketch_bits = config.sketch.bits;
         shape.sketch = largest_sketch_shape(config.sketch.kind, config.sketch.bits,
                                             static_cast<int>(shape.config.key_dim));
       }
       shapes_.push_back(std::move(shape));
+      if (shapes_.back().config.cached) make_room(i, 0);
     }
   }
 
@@ -98,7 +88,6 @@ class CpuBackend final : public Backend {
     for (std::size_t i = 0; i < shapes_.size(); ++i) {
       if (!shapes_[i].config.cached) continue;
       sequence->layers[i].resize(static_cast<std::size_t>(shapes_[i].config.kv_heads));
-      workspaces_.reserve(shapes_[i], 0, 0);
     }
     sequences_.emplace(id.value, std::move(sequence));
   }
@@ -121,12 +110,8 @@ class CpuBackend final : public Backend {
     check_fits("keys", keys, config_.storage);
     check_fits("values", values, config_.storage);
     std::vector<HeadStore>& heads = sequence.layers[layer];
-    std::int64_t residents = 0;
-    for (HeadStore& head : heads) {
-      head.reserve_append(shape, keys.tokens);
-      residents = std::max(residents, head.residents() + keys.tokens);
-    }
-    workspaces_.reserve(shape, heads.front().compressed(), residents);
+    for (HeadStore& head : heads) head.reserve_append(shape, keys.tokens);
+    make_room(layer, heads.front().tokens() + keys.tokens);
     for (std::size_t h = 0; h < heads.size(); ++h) {
       heads[h].append(shape, keys, values, static_cast<std::int64_t>(h));
     }
@@ -141,23 +126,15 @@ class CpuBackend final : public Backend {
 
   void compress(SequenceId id, std::span<const ImportanceView> importance,
                 std::span<const TensorView> prompt_queries) override {
-    if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
     Sequence& sequence = find(id);
-    std::vector<HeadPlan> plans;
+    std::vector<LayerLengths> lengths;
+    for (const std::vector<HeadStore>& heads : sequence.layers)
+      lengths.push_back(heads.empty() ? LayerLengths{} : lengths_of(heads));
+    std::vector<HeadCompression> heads = compressor_.prompt(sequence.draw, lengths, importance);
+    if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
+    apply(sequence, heads, prompt_queries);
     for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
-      if (!compressible(layer)) continue;
-      for (std::size_t h = 0; h < sequence.layers[layer].size(); ++h) {
-        const HeadStore& store = sequence.layers[layer][h];
-        const ImportanceView& view = importance[layer];
-        if (store.tokens() == store.compressed()) continue;  // its view may be null
-        plan_head(sequence, layer, h, store.tokens() - config_.local_tokens,
-                  view.data + static_cast<std::int64_t>(h) * view.head_stride, plans);
-      }
-    }
-    solve_pools(sequence, plans, config_.pool, true);
-    run_compression(sequence, plans, prompt_queries);
-    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
-      if (compressible(layer)) sequence.compressed_before[layer] = true;
+      if (compressor_.compresses(layer)) sequence.compressed_before[layer] = true;
     }
   }
 
@@ -167,13 +144,10 @@ class CpuBackend final : public Backend {
     // draw whole.
     std::vector<HeadStore::Residents> drawn;
     for (std::size_t layer = 0; layer < sequence.layers.size(); ++layer) {
-      std::int64_t residents = 0;
       for (std::size_t h = 0; h < sequence.layers[layer].size(); ++h) {
-        drawn.push_back(sequence.layers[layer][h].redraw(shapes_[layer], draw_id(draw, layer, h)));
-        residents = std::max(residents, static_cast<std::int64_t>(drawn.back().position.size()));
+        drawn.push_back(
+            sequence.layers[layer][h].redraw(shapes_[layer], compressor_.draw_id(draw, layer, h)));
       }
-      if (sequence.layers[layer].empty()) continue;
-      workspaces_.reserve(shapes_[layer], sequence.layers[layer].front().compressed(), residents);
     }
     std::size_t next = 0;
     for (std::vector<HeadStore>& heads : sequence.layers) {
@@ -234,152 +208,69 @@ class CpuBackend final : public Backend {
   Sequence& find(SequenceId id) { return *sequences_.find(id.value)->second; }
   const Sequence& find(SequenceId id) const { return *sequences_.find(id.value)->second; }
 
-  bool compressible(std::size_t layer) const {
-    return shapes_[layer].config.cached && !shapes_[layer].config.dense;
+  static LayerLengths lengths_of(const std::vector<HeadStore>& heads) {
+    return {heads.front().tokens(), heads.front().compressed()};
   }
 
-  DrawId draw_id(std::uint64_t draw, std::size_t layer, std::size_t head) const {
-    const LayerConfig& c = shapes_[layer].config;
-    return {config_.seed, draw,
-            static_cast<std::uint32_t>(c.global_layer.value_or(static_cast<std::int64_t>(layer))),
-            static_cast<std::uint32_t>(c.first_global_kv_head + static_cast<std::int64_t>(head))};
+  // Room for steps on a layer of this many tokens. Neither its residents nor its compressed tokens
+  // are ever more, so this is needed only where tokens come in: by append, and once at the start.
+  void make_room(std::size_t layer, std::int64_t tokens) {
+    const bool compresses = compressor_.compresses(layer) && config_.keep < 1;
+    workspaces_.reserve(shapes_[layer], compresses ? tokens : 0, tokens);
   }
 
-  // Adds the plan of compressing one head up to position `end`, if there is anything to compress.
-  // importance: of the positions from the first one that is not compressed.
-  void plan_head(Sequence& sequence, std::size_t layer, std::size_t head, std::int64_t end,
-                 const float* importance, std::vector<HeadPlan>& plans) const {
-    const HeadStore& store = sequence.layers[layer][head];
-    if (end <= store.compressed()) return;
-    HeadPlan plan;
-    plan.layer = layer;
-    plan.head = head;
-    plan.begin = store.compressed();
-    plan.importance = importance;
-    plan.odds.resize(static_cast<std::size_t>(end - plan.begin));
-    plans.push_back(std::move(plan));
-  }
-
-  // Solves inclusion over the pools.
-  void solve_pools(const Sequence& sequence, std::vector<HeadPlan>& plans, Pool pool,
-                   bool pays_window) const {
-    for (std::size_t begin = 0; begin < plans.size();) {
-      std::size_t end = begin + 1;
-      while (end < plans.size() && pool != Pool::head &&
-             (pool == Pool::sequence || plans[end].layer == plans[begin].layer)) {
-        ++end;
-      }
-      std::vector<PoolHead> heads;
-      for (; begin < end; ++begin) {
-        HeadPlan& plan = plans[begin];
-        heads.push_back({plan.begin, sequence.layers[plan.layer][plan.head].tokens(),
-                         plan.importance, plan.odds});
-      }
-      solve_pool(config_, heads, pays_window);
-    }
-  }
-
-  // Compresses by solved plans, one a head. May fail only before anything has changed.
-  void run_compression(Sequence& sequence, const std::vector<HeadPlan>& plans,
-                       std::span<const TensorView> prompt_queries) {
-    std::vector<SketchBasis> bases = calibrate(sequence, plans, prompt_queries);
+  // Fails only before anything has changed.
+  void apply(Sequence& sequence, std::span<HeadCompression> heads,
+             std::span<const TensorView> prompt_queries) {
+    const auto store_of = [&](const HeadCompression& head) -> HeadStore& {
+      return sequence.layers[head.layer][head.head];
+    };
+    compressor_.make_bases(
+        heads,
+        [&](const HeadCompression& head) { return store_of(head).host_keys(shapes_[head.layer]); },
+        prompt_queries,
+        [this](std::int64_t count, const Compressor::Task& task) {
+          pool_.run(count, [&task](int, std::int64_t i) { task(i); });
+        });
     std::int64_t largest_dim = 0;
-    for (std::size_t i = 0; i < plans.size(); ++i) {
-      const HeadPlan& plan = plans[i];
-      const LayerShape& shape = shapes_[plan.layer];
-      HeadStore& store = sequence.layers[plan.layer][plan.head];
-      const std::int64_t end = plan.begin + static_cast<std::int64_t>(plan.odds.size());
-      const bool has_basis = !bases.empty() && plan.begin == 0;
-      store.reserve_compress(shape, has_basis ? bases[i].shape : store.sketch(shape), end);
-      workspaces_.reserve(shape, end, store.residents());
+    for (const HeadCompression& head : heads) {
+      const LayerShape& shape = shapes_[head.layer];
+      HeadStore& store = store_of(head);
+      store.reserve_compress(shape,
+                             compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shape),
+                             head.end());
       largest_dim = std::max(largest_dim, shape.config.key_dim);
     }
     const std::size_t scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
     std::vector<float> scratch(static_cast<std::size_t>(pool_.size()) * scratch_size);
     // Nothing fails from here on.
-    for (std::size_t i = 0; i < bases.size(); ++i) {
-      if (plans[i].begin == 0)
-        sequence.layers[plans[i].layer][plans[i].head].take(std::move(bases[i]));
+    for (HeadCompression& head : heads) {
+      if (compressor_.needs_basis(head)) store_of(head).take(std::move(head.basis));
     }
-    const auto task = [&](int worker, std::int64_t index) {
-      const HeadPlan& plan = plans[static_cast<std::size_t>(index)];
-      sequence.layers[plan.layer][plan.head].compress(
-          shapes_[plan.layer], kernels_, plan.odds, draw_id(sequence.draw, plan.layer, plan.head),
-          std::span(scratch).subspan(static_cast<std::size_t>(worker) * scratch_size,
-                                     scratch_size));
-    };
-    pool_.run(static_cast<std::int64_t>(plans.size()), task);
+    pool_.run(static_cast<std::int64_t>(heads.size()), [&](int worker, std::int64_t index) {
+      const HeadCompression& head = heads[static_cast<std::size_t>(index)];
+      store_of(head).compress(shapes_[head.layer], kernels_, head.odds, head.draw,
+                              std::span(scratch).subspan(
+                                  static_cast<std::size_t>(worker) * scratch_size, scratch_size));
+    });
   }
 
-  // One basis for each head that is compressed for the first time; empty where the sketch has none.
-  std::vector<SketchBasis> calibrate(const Sequence& sequence, const std::vector<HeadPlan>& plans,
-                                     std::span<const TensorView> prompt_queries) {
-    std::vector<SketchBasis> bases;
-    if (config_.sketch.kind != SketchKind::calibrated) return bases;
-    bases.resize(plans.size());
-    std::vector<std::exception_ptr> failed(plans.size());
-    const auto task = [&](int, std::int64_t index) {
-      const std::size_t i = static_cast<std::size_t>(index);
-      const HeadPlan& plan = plans[i];
-      if (plan.begin != 0) return;
-      try {
-        const std::vector<float> queries =
-            prompt_queries.empty()
-                ? std::vector<float>()
-                : gather_queries(prompt_queries[plan.layer], static_cast<std::int64_t>(plan.layer),
-                                 static_cast<std::int64_t>(plan.head) * shapes_[plan.layer].group,
-                                 shapes_[plan.layer].group);
-        bases[i] = sequence.layers[plan.layer][plan.head].calibrate(
-            shapes_[plan.layer], plan.odds, plan.importance, queries, config_.seed);
-      } catch (...) {
-        failed[i] = std::current_exception();
-      }
-    };
-    pool_.run(static_cast<std::int64_t>(plans.size()), task);
-    for (const std::exception_ptr& failure : failed) {
-      if (failure) std::rethrow_exception(failure);
-    }
-    return bases;
-  }
-
-  // Decode: the oldest chunk of a local window that has outgrown its size, by the attention it
-  // received. The layer's heads share a pool unless each has its own; layers are appended one by
-  // one, so they cannot share one here.
+  // Decode: the oldest chunks of a local window that has outgrown its size.
   void compress_outgrown_window(Sequence& sequence, std::size_t layer) {
-    if (!config_.chunk_tokens || config_.keep >= 1) return;
-    const std::int64_t chunk = *config_.chunk_tokens;
-    std::vector<HeadStore>& heads = sequence.layers[layer];
-    const std::int64_t compressed = heads.front().compressed();
-    const std::int64_t outgrown = heads.front().tokens() - compressed - config_.local_tokens;
-    if (outgrown < chunk) return;
-    // Each chunk has its own budget, but the window is rebuilt once: an append may bring many
-    // chunks.
-    std::vector<HeadPlan> whole(heads.size());
-    std::vector<std::vector<float>> score(heads.size());
-    for (std::size_t h = 0; h < heads.size(); ++h) {
-      whole[h].layer = layer;
-      whole[h].head = h;
-      whole[h].begin = compressed;
-      for (std::int64_t i = 0; i < outgrown; ++i) score[h].push_back(heads[h].window_score(i));
+    const std::vector<HeadStore>& stores = sequence.layers[layer];
+    const LayerLengths lengths = lengths_of(stores);
+    const std::int64_t outgrown = compressor_.outgrown(lengths);
+    if (outgrown == 0) return;
+    std::vector<float> score;
+    for (const HeadStore& store : stores) {
+      for (std::int64_t i = 0; i < outgrown; ++i) score.push_back(store.window_score(i));
     }
-    for (std::int64_t at = 0; at + chunk <= outgrown; at += chunk) {
-      std::vector<HeadPlan> plans(heads.size());
-      for (std::size_t h = 0; h < heads.size(); ++h) {
-        plans[h].layer = layer;
-        plans[h].head = h;
-        plans[h].begin = compressed + at;
-        plans[h].importance = score[h].data() + at;
-        plans[h].odds.assign(static_cast<std::size_t>(chunk), Positive16{});
-      }
-      solve_pools(sequence, plans, config_.pool == Pool::head ? Pool::head : Pool::layer, false);
-      for (std::size_t h = 0; h < heads.size(); ++h) {
-        whole[h].odds.insert(whole[h].odds.end(), plans[h].odds.begin(), plans[h].odds.end());
-      }
-    }
-    run_compression(sequence, whole, {});
+    std::vector<HeadCompression> heads = compressor_.window(sequence.draw, layer, lengths, score);
+    apply(sequence, heads, {});
   }
 
   CacheConfig config_;
+  const Compressor compressor_;
   const Kernels& kernels_;
   ThreadPool pool_;
   std::vector<LayerShape> shapes_;

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/calibration.hpp"
+#include "compression.hpp"
 
 namespace verkv::cpu {
 namespace {
@@ -38,6 +38,17 @@ void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DT
       }
     });
   });
+}
+
+// Gives back memory of which less than half is used, if that is possible.
+template <class Vector>
+void shrink(Vector& vector) noexcept {
+  if (vector.capacity() <= 2 * vector.size()) return;
+  try {
+    vector.shrink_to_fit();
+  } catch (...) {
+    // Keeping the larger block is correct, only larger.
+  }
 }
 
 std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
@@ -116,13 +127,6 @@ void HeadStore::reserve_compress(const LayerShape& shape, const SketchShape& cod
   to(channel_means_, shape.config.key_dim);
 }
 
-SketchBasis HeadStore::calibrate(const LayerShape& shape, std::span<const Positive16> odds,
-                                 const float* importance, std::span<const float> queries,
-                                 std::uint64_t seed) const {
-  const Rows keys = host_keys(shape);
-  return calibrate_sketch(shape.sketch_bits, StoredTokens(keys, odds, importance), queries, seed);
-}
-
 void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int64_t position,
                        std::span<float> scratch) noexcept {
   const Rows keys = host_keys(shape);
@@ -160,12 +164,27 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
     if (begin == 0) {
       // Any centre is allowed (softmax does not see it), so it is fixed at the first compression.
       channel_means_.assign(static_cast<std::size_t>(shape.config.key_dim), 0.0f);
-      channel_means_of(host_keys(shape), end, channel_means_);
+      column_means(host_keys(shape), end, channel_means_);
     }
     for (std::int64_t i = begin; i < end; ++i) encode(shape, kernels, i, scratch);
   }
 
-  // The window's rows follow the drawn ones; the drawn of them stay, in place and in order.
+  keep_drawn(shape, draw, end);
+  // A fast tier that holds on to the memory of the prefill has saved nothing.
+  shrink(resident_key_);
+  shrink(resident_value_);
+  shrink(resident_position_);
+  const std::ptrdiff_t gone = static_cast<std::ptrdiff_t>(end - begin);
+  window_square_.erase(window_square_.begin(), window_square_.begin() + gone);
+  window_steps_.erase(window_steps_.begin(), window_steps_.begin() + gone);
+  shrink(window_square_);
+  shrink(window_steps_);
+  compressed_ = end;
+}
+
+// The window's rows follow the drawn ones; those of positions below `end` that are drawn stay, in
+// order, the others go.
+void HeadStore::keep_drawn(const LayerShape& shape, const DrawId& draw, std::int64_t end) noexcept {
   const std::size_t element = size_bytes(shape.storage);
   const std::size_t key_bytes = bytes(shape.config.key_dim) * element;
   const std::size_t value_bytes = bytes(shape.config.value_dim) * element;
@@ -189,25 +208,6 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
   resident_key_.resize(to * key_bytes);
   resident_value_.resize(to * value_bytes);
   resident_position_.resize(to);
-  const auto shrink = [](auto& vector) {
-    // A fast tier that holds on to the memory of the prefill has saved nothing.
-    if (vector.capacity() > 2 * vector.size()) {
-      try {
-        vector.shrink_to_fit();
-      } catch (...) {
-        // Keeping the larger block is correct, only larger.
-      }
-    }
-  };
-  shrink(resident_key_);
-  shrink(resident_value_);
-  shrink(resident_position_);
-  const std::ptrdiff_t gone = static_cast<std::ptrdiff_t>(end - begin);
-  window_square_.erase(window_square_.begin(), window_square_.begin() + gone);
-  window_steps_.erase(window_steps_.begin(), window_steps_.begin() + gone);
-  shrink(window_square_);
-  shrink(window_steps_);
-  compressed_ = end;
 }
 
 HeadStore::Residents HeadStore::redraw(const LayerShape& shape, const DrawId& draw) const {
@@ -251,8 +251,7 @@ void HeadStore::add_window_step(std::span<const float> square) noexcept {
 
 float HeadStore::window_score(std::int64_t i) const noexcept {
   const std::size_t at = static_cast<std::size_t>(i);
-  if (window_steps_[at] == 0) return 0;
-  return std::sqrt(window_square_[at] / static_cast<float>(window_steps_[at]));
+  return verkv::window_score(window_square_[at], window_steps_[at]);
 }
 
 void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const {

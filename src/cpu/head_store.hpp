@@ -46,7 +46,6 @@ struct LayerShape {
   float scale = 1;
   float soft_cap = 0;  // 0: none
   DType storage = DType::f16;
-  int sketch_bits = 2;
   SketchShape sketch;  // the largest; each head has its own
 
   std::int64_t row_elements() const { return config.key_dim + config.value_dim; }
@@ -91,12 +90,7 @@ class HeadStore {
   void append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
               std::int64_t head) noexcept;
 
-  // Before the first compression, unless the sketch is exact: the basis for it, made from positions
-  // [0, odds.size()), their importance (null: none) and the group's prompt queries
-  // [count][key_dim].
-  SketchBasis calibrate(const LayerShape& shape, std::span<const Positive16> odds,
-                        const float* importance, std::span<const float> queries,
-                        std::uint64_t seed) const;
+  // Before the first compression, unless the sketch is exact.
   void take(SketchBasis&& basis) noexcept { basis_ = std::move(basis); }
 
   // Room to compress up to position `end` with codes of this form; afterwards compress of them
@@ -129,6 +123,7 @@ class HeadStore {
  private:
   void encode(const LayerShape& shape, const Kernels& kernels, std::int64_t position,
               std::span<float> scratch) noexcept;
+  void keep_drawn(const LayerShape& shape, const DrawId& draw, std::int64_t end) noexcept;
 
   std::int64_t tokens_ = 0;
   std::int64_t compressed_ = 0;

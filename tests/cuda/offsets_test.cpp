@@ -11,6 +11,7 @@
 
 #include <verkv/sample.hpp>
 
+#include "append.hpp"
 #include "catch.hpp"
 #include "compress.hpp"
 #include "cuda_error.hpp"

@@ -11,6 +11,8 @@
 
 #include <verkv/inclusion.hpp>
 
+#include "compression.hpp"
+
 namespace verkv::cuda::test {
 namespace {
 
@@ -37,7 +39,6 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
   shape_.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(setup.key_dim)));
   shape_.soft_cap = static_cast<float>(setup.soft_cap);
   shape_.storage = setup.storage;
-  shape_.sketch_bits = setup.sketch.bits;
   shape_.sketch =
       largest_sketch_shape(setup.sketch.kind, setup.sketch.bits, static_cast<int>(setup.key_dim));
   stores_.resize(setup.lengths.size() * index(setup.kv_heads));
@@ -57,7 +58,8 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
         std::normal_distribution<double> normal;
         std::vector<float> queries(index(6 * setup.key_dim));
         for (float& x : queries) x = static_cast<float>(normal(random_));
-        store.take(store.calibrate(shape_, odds, nullptr, queries, 5));
+        store.take(
+            make_basis(setup.sketch.bits, store.host_keys(shape_), odds, nullptr, queries, 5));
       }
       store.reserve_compress(shape_, store.sketch(shape_), length.compressed);
       std::vector<float> scratch(2 * index(setup.key_dim) + 32);

@@ -28,6 +28,7 @@ using verkv::BFloat16;
 using verkv::DrawId;
 using verkv::DType;
 using verkv::Half;
+using verkv::HeadCompression;
 using verkv::MemoryReport;
 using verkv::Positive16;
 using verkv::SketchConfig;
@@ -93,7 +94,6 @@ struct Pair {
     shape.config.key_dim = setup.key_dim;
     shape.config.value_dim = setup.value_dim;
     shape.storage = setup.storage;
-    shape.sketch_bits = setup.sketch.bits;
     shape.sketch = verkv::largest_sketch_shape(setup.sketch.kind, setup.sketch.bits,
                                                static_cast<int>(setup.key_dim));
     layer.kv_heads = static_cast<int>(setup.kv_heads);
@@ -156,35 +156,36 @@ struct Pair {
     VERKV_CUDA_CHECK(cudaStreamSynchronize(nullptr));
   }
 
-  void compress(std::int64_t end, const DrawId& key) {
+  void compress(std::int64_t end, const DrawId& draw) {
     const std::int64_t count = end - store->compressed();
-    std::vector<Positive16> odds;
-    for (std::int64_t i = 0; i < count * setup.kv_heads; ++i) {
-      const std::size_t kind = random.below(10);
-      odds.push_back(verkv::stored_odds(kind == 0 ? 1.0 : kind == 1 ? 0.0 : random.uniform()));
+    std::vector<HeadCompression> compressions(heads.size());
+    for (HeadCompression& head : compressions) {
+      head.begin = store->compressed();
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::size_t kind = random.below(10);
+        head.odds.push_back(verkv::stored_odds(kind == 0   ? 1.0
+                                               : kind == 1 ? 0.0
+                                                           : random.uniform()));
+      }
     }
     std::vector<float> scratch(2 * size(setup.key_dim) + 32);
-    std::vector<verkv::SketchBasis> bases;
     for (std::size_t h = 0; h < heads.size(); ++h) {
+      HeadCompression& head = compressions[h];
       if (setup.sketch.kind != SketchKind::exact && store->compressed() == 0) {
         // Keys of one channel that outweighs the others, and queries that look elsewhere.
         std::vector<float> queries;
         for (std::int64_t i = 0; i < 5 * setup.key_dim; ++i)
           queries.push_back(static_cast<float>(random.normal()));
-        const std::span<const Positive16> own_odds =
-            std::span<const Positive16>(odds).subspan(h * size(count), size(count));
-        bases.push_back(heads[h].calibrate(shape, own_odds, nullptr, queries, 7));
-        heads[h].take(verkv::SketchBasis(bases.back()));
+        head.basis = verkv::make_basis(setup.sketch.bits, heads[h].host_keys(shape), head.odds,
+                                       nullptr, queries, 7);
+        heads[h].take(verkv::SketchBasis(head.basis));
       }
-      DrawId own = key;
-      own.kv_head += static_cast<std::uint32_t>(h);
+      head.draw = draw;
+      head.draw.kv_head += static_cast<std::uint32_t>(h);
       heads[h].reserve_compress(shape, heads[h].sketch(shape), end);
-      heads[h].compress(shape, verkv::cpu::scalar_kernels(),
-                        std::span<const Positive16>(odds).subspan(h * size(count), size(count)),
-                        own, scratch);
+      heads[h].compress(shape, verkv::cpu::scalar_kernels(), head.odds, head.draw, scratch);
     }
-    LayerStore::Change change =
-        store->compress(odds, std::move(bases), key, 10, false, table.data(), nullptr);
+    LayerStore::Change change = store->compress(compressions, 10, false, table.data(), nullptr);
     store->take(std::move(change), table.data(), nullptr);
   }
 

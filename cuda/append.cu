@@ -1,0 +1,98 @@
+// Equal bit for bit to HeadStore::append (src/cpu/head_store.cpp).
+#include "append.hpp"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device_math.cuh"
+#include "elements.cuh"
+#include "launch.hpp"
+
+namespace verkv::cuda {
+namespace {
+
+// TensorView::row, which is the host's.
+VERKV_DEVICE const void* view_row(const TensorView& view, std::int64_t token, std::int64_t head) {
+  return static_cast<const char*>(view.data) +
+         (token * view.token_stride + head * view.head_stride) *
+             static_cast<std::int64_t>(size_bytes(view.type));
+}
+
+__global__ void __launch_bounds__(kAppendThreads)
+    append_kernel(LayerView layer, AppendArguments arguments, float limit) {
+  const std::int64_t element = static_cast<std::int64_t>(size_bytes(layer.storage));
+  const std::int64_t items = arguments.keys.tokens * layer.kv_heads;
+  for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    const std::int64_t token = item / layer.kv_heads;
+    const std::int64_t h = item % layer.kv_heads;
+    const HeadView& head = arguments.heads[h];
+    const std::int64_t position = arguments.first + token;
+    const std::int64_t slot = head.drawn + (position - head.compressed);
+    std::byte* host = const_cast<std::byte*>(head.host_rows) + position * layer.row_bytes();
+    std::byte* key = head.resident_keys + slot * layer.key_dim * element;
+    std::byte* value = head.resident_values + slot * layer.value_dim * element;
+    for (int j = static_cast<int>(threadIdx.x); j < layer.key_dim + layer.value_dim;
+         j += kAppendThreads) {
+      const bool is_value = j >= layer.key_dim;
+      const int at = is_value ? j - layer.key_dim : j;
+      const TensorView& view = is_value ? arguments.values : arguments.keys;
+      const float x = load(view_row(view, token, h), view.type, at);
+      store(is_value ? value : key, layer.storage, at, x);
+      store(host, layer.storage, j, x);
+      if (fabsf(x) <= limit) continue;  // false for NaN
+      if (atomicCAS(&arguments.bad->claimed, 0u, 1u) == 0u) {
+        arguments.bad->source = is_value ? NumberSource::values : NumberSource::keys;
+        arguments.bad->sequence = arguments.sequence;
+        arguments.bad->layer = arguments.layer_index;
+        arguments.bad->token = arguments.token_offset + token;
+        arguments.bad->head = h;
+        arguments.bad->coordinate = at;
+        arguments.bad->number = x;
+      }
+    }
+    if (threadIdx.x == 0) {
+      head.resident_position[slot] = static_cast<std::uint32_t>(position);
+      head.window_square[position - head.compressed] = 0;
+      head.window_steps[position - head.compressed] = 0;
+      if (arguments.counts && token == 0)
+        arguments.heads[h].tokens = arguments.first + arguments.keys.tokens;
+    }
+  }
+}
+
+// 2 KiB of the 4 that the parameters of a launch may take everywhere.
+constexpr int kSlotsPerLaunch = 512;
+
+struct SlotBatch {
+  std::int32_t slot[kSlotsPerLaunch];
+};
+
+__global__ void __launch_bounds__(kSlotsPerLaunch)
+    write_slots_kernel(SlotBatch batch, int count, std::int32_t* out_slots) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < count) out_slots[i] = batch.slot[i];
+}
+
+}  // namespace
+
+cudaError_t launch_append(const LayerView& layer, const AppendArguments& arguments,
+                          cudaStream_t stream) {
+  if (arguments.keys.tokens == 0) return cudaSuccess;
+  return launch(append_kernel, blocks_for(arguments.keys.tokens * layer.kv_heads), kAppendThreads,
+                0, stream, layer, arguments, largest_number(layer.storage));
+}
+
+cudaError_t launch_write_slots(const std::int32_t* slots, int count, std::int32_t* out_slots,
+                               cudaStream_t stream) {
+  for (int first = 0; first < count; first += kSlotsPerLaunch) {
+    SlotBatch batch = {};
+    const int here = std::min(count - first, kSlotsPerLaunch);
+    std::copy(slots + first, slots + first + here, batch.slot);
+    const cudaError_t error =
+        launch(write_slots_kernel, 1, kSlotsPerLaunch, 0, stream, batch, here, out_slots + first);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace verkv::cuda

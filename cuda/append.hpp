@@ -1,0 +1,46 @@
+// What enters a device between steps: the rows of new tokens, and which sequences the rows of a batch
+// belong to. Each function enqueues its kernels on the stream and returns the error of the launch;
+// none synchronises.
+#ifndef VERKV_CUDA_APPEND_HPP
+#define VERKV_CUDA_APPEND_HPP
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include <verkv/view.hpp>
+
+#include "bad_number.hpp"
+#include "views.hpp"
+
+namespace verkv::cuda {
+
+struct AppendArguments {
+  HeadView* heads = nullptr;  // [KV head]
+  TensorView keys;            // device memory
+  TensorView values;
+  // Position of the views' first token.
+  std::int64_t first = 0;
+  // Whether the kernel also counts the tokens in. If not, they lie beyond the end until the views are
+  // written.
+  bool counts = false;
+  // Where a number that has no place goes, and how the caller knows it: its sequence, its layer, and
+  // the views' first token among those that it gave.
+  BadNumber* bad = nullptr;
+  std::int64_t sequence = 0;
+  std::int64_t token_offset = 0;
+  std::int64_t layer_index = 0;
+};
+
+// Writes the rows to both tiers, the position of each resident, and zero scores of the window.
+cudaError_t launch_append(const LayerView& layer, const AppendArguments& arguments,
+                          cudaStream_t stream);
+
+// out_slots[i] = slots[i], 0 <= i < count. The slots travel with the launch, so that the caller's
+// array may change at once.
+cudaError_t launch_write_slots(const std::int32_t* slots, int count, std::int32_t* out_slots,
+                               cudaStream_t stream);
+
+}  // namespace verkv::cuda
+
+#endif  // VERKV_CUDA_APPEND_HPP

@@ -1,0 +1,49 @@
+#include <verkv/cuda_cache.hpp>
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <utility>
+
+#include "cuda_backend.hpp"
+#include "cuda_error.hpp"
+#include "stream.hpp"
+
+namespace verkv {
+
+int cuda_device_count() noexcept {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  cuda::take_back(status);
+  return status == cudaSuccess ? count : 0;
+}
+
+std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& config) {
+  std::vector<std::string> reasons = unsupported_reasons(config);
+  if (config.study.order == FetchOrder::exact) {
+    reasons.emplace_back("the exact order of fetches; a device orders by worth");
+  }
+  return reasons;
+}
+
+std::unique_ptr<KvCacheManager> make_cuda_cache(CacheConfig config, const CudaOptions& options) {
+  std::string text;
+  for (const std::string& reason : cuda_unsupported_reasons(config)) {
+    text += (text.empty() ? "" : "; ") + reason;
+  }
+  if (!text.empty()) throw InvalidArgument(text);
+  const int devices = cuda_device_count();
+  if (options.device < 0 || options.device >= devices) {
+    throw InvalidArgument("CUDA device " + std::to_string(options.device) + "; there are " +
+                          std::to_string(devices));
+  }
+  if (options.rows < 0) {
+    throw InvalidArgument("CudaOptions::rows is " + std::to_string(options.rows) +
+                          "; it cannot be negative");
+  }
+  const cuda::CurrentDevice current(options.device);
+  auto backend = cuda::make_backend(config, options);
+  return std::make_unique<KvCacheManager>(std::move(config), std::move(backend));
+}
+
+}  // namespace verkv

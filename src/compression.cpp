@@ -1,0 +1,266 @@
+#include "compression.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include <verkv/error.hpp>
+#include <verkv/inclusion.hpp>
+
+namespace verkv {
+namespace {
+
+// The stored keys of a head as calibrate_sketch reads them, centred by their own mean.
+class StoredTokens final : public CalibrationTokens {
+ public:
+  StoredTokens(const Rows& keys, std::span<const Positive16> odds, const float* importance)
+      : keys_(keys), odds_(odds), importance_(importance) {
+    key_dim = keys.dim;
+    count = static_cast<std::int64_t>(odds.size());
+    mean_.resize(static_cast<std::size_t>(key_dim));
+    column_means(keys_, count, mean_);
+  }
+  void centred_key(std::int64_t token, std::span<float> out_key) const override {
+    for (std::size_t j = 0; j < out_key.size(); ++j)
+      out_key[j] = load_element(keys_, token, static_cast<std::int64_t>(j)) - mean_[j];
+  }
+  double weight(std::int64_t token) const override {
+    const bool low = odds_[static_cast<std::size_t>(token)].bits < kPositive16Infinity.bits;
+    return low && importance_ != nullptr ? static_cast<double>(importance_[token]) : 0.0;
+  }
+
+ private:
+  Rows keys_;
+  std::span<const Positive16> odds_;
+  const float* importance_;
+  std::vector<float> mean_;
+};
+
+void check_importance(const ImportanceView& view, std::size_t layer) {
+  for (std::int64_t h = 0; h < view.heads; ++h) {
+    const std::span<const float> scores(view.data + h * view.head_stride,
+                                        static_cast<std::size_t>(view.tokens));
+    const std::int64_t bad = first_invalid_importance(scores);
+    if (bad < 0) continue;
+    throw InvalidArgument(fmt::format(
+        "layer {}, head {}, token {}: importance {}; scores must be finite and not negative", layer,
+        h, bad, scores[static_cast<std::size_t>(bad)]));
+  }
+}
+
+}  // namespace
+
+Compressor::Compressor(const CacheConfig& config) : config_(config) {
+  for (std::size_t i = 0; i < config.layers.size(); ++i) {
+    const LayerConfig& from = config.layers[i];
+    Layer layer;
+    layer.compresses = from.cached && !from.dense;
+    layer.kv_heads = static_cast<std::size_t>(from.kv_heads);
+    layer.group = from.cached ? from.query_heads / from.kv_heads : 1;
+    layer.global_layer =
+        static_cast<std::uint32_t>(from.global_layer.value_or(static_cast<std::int64_t>(i)));
+    layer.first_global_kv_head = static_cast<std::uint32_t>(from.first_global_kv_head);
+    layers_.push_back(layer);
+  }
+}
+
+DrawId Compressor::draw_id(std::uint64_t sequence, std::size_t layer, std::size_t head) const {
+  const Layer& l = layers_[layer];
+  return {config_.seed, sequence, l.global_layer,
+          l.first_global_kv_head + static_cast<std::uint32_t>(head)};
+}
+
+std::vector<HeadCompression> Compressor::prompt(std::uint64_t sequence,
+                                                std::span<const LayerLengths> lengths,
+                                                std::span<const ImportanceView> importance) const {
+  std::vector<HeadCompression> heads;
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    if (!compresses(layer)) continue;
+    const auto [tokens, compressed] = lengths[layer];
+    if (tokens == compressed) continue;  // its view may be null
+    const ImportanceView& view = importance[layer];
+    check_importance(view, layer);
+    const std::int64_t count = tokens - config_.local_tokens - compressed;
+    if (count <= 0 || config_.keep >= 1) continue;
+    for (std::size_t h = 0; h < layers_[layer].kv_heads; ++h) {
+      HeadCompression head;
+      head.layer = layer;
+      head.head = h;
+      head.begin = compressed;
+      head.tokens = tokens;
+      head.importance = view.data + static_cast<std::int64_t>(h) * view.head_stride;
+      head.draw = draw_id(sequence, layer, h);
+      head.odds.resize(static_cast<std::size_t>(count));
+      heads.push_back(std::move(head));
+    }
+  }
+  solve_pools(heads, config_.pool, true);
+  return heads;
+}
+
+std::int64_t Compressor::outgrown(const LayerLengths& lengths, std::int64_t added) const {
+  if (!config_.chunk_tokens || config_.keep >= 1) return 0;
+  const std::int64_t chunk = *config_.chunk_tokens;
+  const std::int64_t more = lengths.tokens + added - lengths.compressed - config_.local_tokens;
+  return std::max<std::int64_t>(0, more) / chunk * chunk;
+}
+
+std::vector<HeadCompression> Compressor::window(std::uint64_t sequence, std::size_t layer,
+                                                const LayerLengths& lengths,
+                                                std::span<const float> score) const {
+  const std::int64_t all = outgrown(lengths);
+  std::vector<HeadCompression> whole(layers_[layer].kv_heads);
+  for (std::size_t h = 0; h < whole.size(); ++h) {
+    whole[h].layer = layer;
+    whole[h].head = h;
+    whole[h].begin = lengths.compressed;
+    whole[h].tokens = lengths.tokens;
+    whole[h].draw = draw_id(sequence, layer, h);
+  }
+  const std::int64_t chunk = config_.chunk_tokens.value_or(0);
+  for (std::int64_t at = 0; at < all; at += chunk) {
+    std::vector<HeadCompression> part = whole;
+    for (std::size_t h = 0; h < part.size(); ++h) {
+      part[h].begin = lengths.compressed + at;
+      part[h].importance = score.data() + static_cast<std::int64_t>(h) * all + at;
+      part[h].odds.assign(static_cast<std::size_t>(chunk), Positive16{});
+    }
+    solve_pools(part, config_.pool == Pool::head ? Pool::head : Pool::layer, false);
+    for (std::size_t h = 0; h < part.size(); ++h)
+      whole[h].odds.insert(whole[h].odds.end(), part[h].odds.begin(), part[h].odds.end());
+  }
+  return whole;
+}
+
+void Compressor::solve_pools(std::span<HeadCompression> heads, Pool pool, bool pays_window) const {
+  const auto together = [pool](const HeadCompression& a, const HeadCompression& b) {
+    switch (pool) {
+      case Pool::head:
+        return false;
+      case Pool::layer:
+        return a.layer == b.layer;
+      case Pool::sequence:
+        return true;
+    }
+    detail::unreachable();
+  };
+  for (std::size_t begin = 0; begin < heads.size();) {
+    std::size_t end = begin + 1;
+    while (end < heads.size() && together(heads[begin], heads[end])) ++end;
+    solve_pool(heads.subspan(begin, end - begin), pays_window);
+    begin = end;
+  }
+}
+
+// Eq. 3 or top-k over one pool. Sinks belong to H: they are out of the pool, paid from its budget.
+// pays_window: the budget of positions from 0 on includes the local window, which is paid once, at
+// the first compression.
+void Compressor::solve_pool(std::span<HeadCompression> heads, bool pays_window) const {
+  const auto sinks_of = [this](const HeadCompression& head) {
+    return std::clamp<std::int64_t>(config_.sink_tokens - head.begin, 0, head.end() - head.begin);
+  };
+  double budget = 0;
+  std::vector<float> tau;
+  for (const HeadCompression& head : heads) {
+    const std::int64_t sinks = sinks_of(head);
+    const std::int64_t count = head.end() - head.begin;
+    const std::int64_t window = pays_window && head.begin == 0 ? head.tokens - count : 0;
+    budget +=
+        config_.keep * static_cast<double>(count + window) - static_cast<double>(sinks + window);
+    tau.insert(tau.end(), head.importance + sinks, head.importance + count);
+  }
+  budget = std::max(0.0, budget);
+
+  std::size_t next = 0;
+  const auto assign = [&](auto&& odds_of) {
+    for (HeadCompression& head : heads) {
+      const std::size_t sinks = static_cast<std::size_t>(sinks_of(head));
+      std::fill_n(head.odds.begin(), sinks, kPositive16Infinity);
+      for (std::size_t i = sinks; i < head.odds.size(); ++i) head.odds[i] = odds_of(next++);
+    }
+  };
+  switch (config_.study.select) {
+    case Selection::topk: {
+      std::vector<std::uint32_t> index(tau.size());
+      std::vector<std::uint8_t> kept(tau.size());
+      select_top_k(std::span<const float>(tau), static_cast<std::size_t>(budget + 0.5), index,
+                   kept);
+      assign([&](std::size_t i) { return kept[i] != 0 ? kPositive16Infinity : Positive16{}; });
+      return;
+    }
+    case Selection::poisson: {
+      std::vector<float> scratch(tau.size());
+      const FlooredInclusion inclusion = solve_inclusion(
+          std::span<const float>(tau), budget, config_.study.inclusion_floor, std::span(scratch));
+      assign([&](std::size_t i) {
+        return stored_odds(inclusion.probability(static_cast<double>(tau[i])));
+      });
+      return;
+    }
+  }
+  detail::unreachable();
+}
+
+bool Compressor::needs_basis(const HeadCompression& head) const {
+  return config_.sketch.kind == SketchKind::calibrated && head.begin == 0;
+}
+
+void Compressor::make_bases(std::span<HeadCompression> heads,
+                            const std::function<Rows(const HeadCompression&)>& keys,
+                            std::span<const TensorView> prompt_queries,
+                            const std::function<void(std::int64_t, const Task&)>& run) const {
+  std::vector<std::exception_ptr> failed(heads.size());
+  const Task task = [&](std::int64_t index) {
+    const std::size_t i = static_cast<std::size_t>(index);
+    HeadCompression& head = heads[i];
+    if (!needs_basis(head)) return;
+    try {
+      std::vector<float> queries;
+      if (!prompt_queries.empty()) {
+        const std::int64_t group = layers_[head.layer].group;
+        queries = gather_queries(prompt_queries[head.layer], head.layer,
+                                 static_cast<std::int64_t>(head.head) * group, group);
+      }
+      head.basis = make_basis(config_.sketch.bits, keys(head), head.odds, head.importance, queries,
+                              config_.seed);
+    } catch (...) {
+      failed[i] = std::current_exception();
+    }
+  };
+  run(static_cast<std::int64_t>(heads.size()), task);
+  for (const std::exception_ptr& failure : failed) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
+
+SketchBasis make_basis(int bits, const Rows& keys, std::span<const Positive16> odds,
+                       const float* importance, std::span<const float> queries,
+                       std::uint64_t seed) {
+  return calibrate_sketch(bits, StoredTokens(keys, odds, importance), queries, seed);
+}
+
+std::vector<float> gather_queries(const TensorView& view, std::size_t layer,
+                                  std::int64_t first_head, std::int64_t group) {
+  std::vector<float> result;
+  result.reserve(static_cast<std::size_t>(view.tokens * group * view.dim));
+  for (std::int64_t t = 0; t < view.tokens; ++t) {
+    for (std::int64_t head = first_head; head < first_head + group; ++head) {
+      const Rows row{view.row(t, head), view.type, 0, static_cast<int>(view.dim)};
+      for (std::int64_t j = 0; j < view.dim; ++j) {
+        const float x = load_element(row, 0, j);
+        if (!std::isfinite(x)) {
+          throw InvalidArgument(fmt::format(
+              "prompt query of layer {}, position {}, head {}, coordinate {} is {}; it must be "
+              "finite",
+              layer, t, head, j, x));
+        }
+        result.push_back(x);
+      }
+    }
+  }
+  return result;
+}
+
+}  // namespace verkv

@@ -1,0 +1,129 @@
+// Compression, once for both backends: which positions leave the fast tier, with what odds, in which
+// basis, under which draw. Nothing here changes a cache: a backend says what its store holds, gets a
+// HeadCompression for each KV head, reserves, and applies them. docs/math/inclusion.md, sketch.md.
+#ifndef VERKV_SRC_COMPRESSION_HPP
+#define VERKV_SRC_COMPRESSION_HPP
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include <verkv/config.hpp>
+#include <verkv/sample.hpp>
+#include <verkv/settings.hpp>
+#include <verkv/types.hpp>
+#include <verkv/view.hpp>
+
+#include "rows.hpp"
+#include "sketch_basis.hpp"
+
+namespace verkv {
+
+// Lengths of one layer of a sequence, equal for all its KV heads: positions [0, compressed) have
+// been compressed, [compressed, tokens) are the local window.
+struct LayerLengths {
+  std::int64_t tokens = 0;
+  std::int64_t compressed = 0;
+};
+
+// One KV head's share of a compression: positions [begin, end()).
+struct HeadCompression {
+  std::size_t layer = 0;
+  std::size_t head = 0;  // KV head of the layer
+  std::int64_t begin = 0;
+  // Positions that the head holds, the local window included.
+  std::int64_t tokens = 0;
+  // Of positions begin and later, host memory; null: none is known, and all count alike.
+  const float* importance = nullptr;
+  DrawId draw;
+  std::vector<Positive16> odds;
+  // Filled by make_bases where needs_basis says so; otherwise it has no rows.
+  SketchBasis basis;
+
+  std::int64_t end() const { return begin + static_cast<std::int64_t>(odds.size()); }
+};
+
+// Importance of a token of the local window: the root mean square of the attention probabilities
+// that `steps` steps gave it, whose squares sum to `square`. 0 where no step attended to it.
+inline float window_score(float square, std::uint32_t steps) {
+  return steps == 0 ? 0.0f : std::sqrt(square / static_cast<float>(steps));
+}
+
+// The rules of a configuration. Const functions keep no state: any thread may call.
+class VERKV_API Compressor {
+ public:
+  explicit Compressor(const CacheConfig& config);
+
+  // Whether tokens of the layer ever leave the fast tier: it is cached and not dense.
+  bool compresses(std::size_t layer) const { return layers_[layer].compresses; }
+
+  // The name of a KV head's draws, by its place in the whole model. `sequence` is the draw that
+  // create_sequence or redraw was given.
+  DrawId draw_id(std::uint64_t sequence, std::size_t layer, std::size_t head) const;
+
+  // A prompt: all positions that are not compressed, but the last local_tokens, of all layers that
+  // compress. lengths and importance: one element per layer; importance [KV head][token] of the
+  // positions that are not compressed, host memory that must outlive the result. Empty where keep
+  // covers every token. Throws InvalidArgument, naming layer, head and token, on a score that is
+  // not finite or negative.
+  std::vector<HeadCompression> prompt(std::uint64_t sequence, std::span<const LayerLengths> lengths,
+                                      std::span<const ImportanceView> importance) const;
+
+  // By how many tokens, in whole chunks, the local window of a layer will have outgrown
+  // local_tokens with `added` more. 0: nothing to compress.
+  std::int64_t outgrown(const LayerLengths& lengths, std::int64_t added = 0) const;
+
+  // Decode: the oldest outgrown(lengths) tokens of a layer's local window. score: [KV head][token]
+  // of these tokens, each a window_score. Each chunk has its own budget; the heads of the layer
+  // share it unless pools are of one head (layers are appended one by one, so they cannot share).
+  std::vector<HeadCompression> window(std::uint64_t sequence, std::size_t layer,
+                                      const LayerLengths& lengths,
+                                      std::span<const float> score) const;
+
+  // Whether the head's basis is made now: at its first compression, if the sketch has one.
+  bool needs_basis(const HeadCompression& head) const;
+
+  // Makes the bases that are needed. keys: the host tier's rows of a head, from position 0.
+  // prompt_queries: one view per layer, host memory, [position][query head][key_dim]; or empty.
+  // run(count, task) calls task(0) .. task(count - 1), in any order, on any threads; the tasks do
+  // not throw. Throws InvalidArgument, naming layer, position, head and coordinate, on a query that
+  // is used and not finite.
+  using Task = std::function<void(std::int64_t)>;
+  void make_bases(std::span<HeadCompression> heads,
+                  const std::function<Rows(const HeadCompression&)>& keys,
+                  std::span<const TensorView> prompt_queries,
+                  const std::function<void(std::int64_t, const Task&)>& run) const;
+
+ private:
+  struct Layer {
+    bool compresses = false;
+    std::size_t kv_heads = 0;
+    std::int64_t group = 1;  // query heads per KV head
+    std::uint32_t global_layer = 0;
+    std::uint32_t first_global_kv_head = 0;
+  };
+
+  void solve_pools(std::span<HeadCompression> heads, Pool pool, bool pays_window) const;
+  void solve_pool(std::span<HeadCompression> heads, bool pays_window) const;
+
+  CacheConfig config_;
+  std::vector<Layer> layers_;
+};
+
+// The basis of one head from positions [0, odds.size()) of its keys. importance: of the same
+// positions, or null. queries: [count][key_dim]. Allocates.
+VERKV_API SketchBasis make_basis(int bits, const Rows& keys, std::span<const Positive16> odds,
+                                 const float* importance, std::span<const float> queries,
+                                 std::uint64_t seed);
+
+// Query heads [first_head, first_head + group) of a view in host memory, [position and head][dim].
+// Throws as make_bases does.
+VERKV_API std::vector<float> gather_queries(const TensorView& view, std::size_t layer,
+                                            std::int64_t first_head, std::int64_t group);
+
+}  // namespace verkv
+
+#endif  // VERKV_SRC_COMPRESSION_HPP
