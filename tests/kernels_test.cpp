@@ -46,8 +46,7 @@ const std::vector<int> kDims = {1, 4, 7, 16, 64, 80, 96, 100, 112, 128, 256};
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 std::int64_t whole_groups(std::int64_t n) { return (n + 15) / 16 * 16; }
 
-// ---- Comparison
-// -------------------------------------------------------------------------------------
+// ---- Comparison --------------------------------------------------------------------------------
 
 // Every NaN counts as the same: which of two payloads survives an operation is up to the compiler.
 std::uint32_t bits(float x) {
@@ -80,8 +79,7 @@ void check_same(const char* what, const std::vector<T>& expected, const std::vec
   }
 }
 
-// ---- Data
-// -------------------------------------------------------------------------------------------
+// ---- Data --------------------------------------------------------------------------------------
 
 class Random {
  public:
@@ -225,8 +223,7 @@ RowData random_rows(Random& random, DType type, std::int64_t count, int dim, std
   return data;
 }
 
-// ---- Dispatch
-// ---------------------------------------------------------------------------------------
+// ---- Dispatch ----------------------------------------------------------------------------------
 
 TEST_CASE("the vector kernels are those of this machine", "[kernels]") {
   const std::vector<const Kernels*> all = verkv::cpu::all_vector_kernels();
@@ -253,8 +250,7 @@ TEST_CASE("the vector kernels are those of this machine", "[kernels]") {
 #endif
 }
 
-// ---- Vector against scalar
-// --------------------------------------------------------------------------
+// ---- Vector against scalar ---------------------------------------------------------------------
 
 void check_rows(DType type, std::int64_t count, int dim, int heads, bool indexed) {
   INFO("type " << verkv::name(type) << ", count " << count << ", dim " << dim << ", heads " << heads
@@ -749,8 +745,7 @@ TEST_CASE("the search's arrays: vectors give the bits of the scalar kernels", "[
   }
 }
 
-// ---- Scalar against plain loops
-// ---------------------------------------------------------------------
+// ---- Scalar against plain loops ----------------------------------------------------------------
 
 void check_near(const char* what, double expected, double actual, double tolerance) {
   INFO(what << ": " << actual << ", expected " << expected << " within " << tolerance);

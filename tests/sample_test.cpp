@@ -254,8 +254,7 @@ TEST_CASE("probabilities 0 and 1, tiny, beyond, not a number") {
   }
 }
 
-// ---- Top-k
-// ----------------------------------------------------------------------------------------
+// ---- Top-k -------------------------------------------------------------------------------------
 
 std::vector<std::uint8_t> top_k(const std::vector<float>& score, std::size_t k) {
   std::vector<std::uint32_t> scratch(score.size());

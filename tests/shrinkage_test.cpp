@@ -183,8 +183,7 @@ TEST_CASE("binary32 weights and odds give the beta of the same numbers in binary
   }
 }
 
-// ---- The coefficient of a drawn token
-// -----------------------------------------------------------------
+// ---- The coefficient of a drawn token ----------------------------------------------------------
 
 TEST_CASE("drawn coefficient: lambda / r, and with a cap a bounded contribution") {
   Random random(38);
@@ -209,8 +208,7 @@ TEST_CASE("drawn coefficient: lambda / r, and with a cap a bounded contribution"
   }
 }
 
-// ---- The estimator over redraws
-// ------------------------------------------------------------------------
+// ---- The estimator over redraws ----------------------------------------------------------------
 
 // Mean over redraws of sum of Z lambda w / r over `tokens`, against `expected`: each redraw is an
 // independent variable of variance sum lambda^2 w^2 (1 - r) / r, and Bernstein bounds their mean.

@@ -25,8 +25,7 @@ using Indices = std::vector<std::size_t>;
 
 inline double sum(const Vector& x) { return std::accumulate(x.begin(), x.end(), 0.0); }
 
-// ---- Equation 3: inclusion probabilities
-// ---------------------------------------------------------
+// ---- Equation 3: inclusion probabilities -------------------------------------------------------
 
 struct Inclusion {
   double c = 0;            // of Eq. 3; infinite where every positive score is kept
@@ -78,8 +77,7 @@ inline Inclusion inclusion(const Vector& tau, double budget) {
   return result;
 }
 
-// ---- Weights
-// --------------------------------------------------------------------------------------
+// ---- Weights -----------------------------------------------------------------------------------
 
 struct Weights {
   double shift = 0;        // the largest logit
@@ -96,8 +94,7 @@ inline Weights weights(const Vector& logit) {
   return result;
 }
 
-// ---- Definition 2: the bounded shrinkage estimator
-// ---------------------------------------------------
+// ---- Definition 2: the bounded shrinkage estimator ---------------------------------------------
 
 inline double clip(double x, double low, double high) { return std::min(high, std::max(low, x)); }
 
@@ -168,8 +165,7 @@ inline double estimate(const Vector& w, const Vector& r, const Vector& lambda,
   return total;
 }
 
-// ---- Lemma 1: the certificate
-// ---------------------------------------------------------------------
+// ---- Lemma 1: the certificate ------------------------------------------------------------------
 
 struct Terms {
   double beta = 0;
@@ -205,8 +201,7 @@ inline double certificate(const Vector& w, const Vector& r, double denominator, 
   return certificate(terms(w, r), denominator, delta);
 }
 
-// ---- Equations 9 and 10: order and number of tokens to fetch
-// --------------------------------------------
+// ---- Equations 9 and 10: order and number of tokens to fetch -----------------------------------
 
 inline Vector without(const Vector& x, std::size_t removed) {
   Vector rest;
@@ -256,8 +251,7 @@ inline std::size_t k_star(const Vector& w, const Vector& r, const Indices& order
   return order.size();
 }
 
-// ---- Dense attention
-// -------------------------------------------------------------------------------
+// ---- Dense attention ---------------------------------------------------------------------------
 
 struct Attention {
   Vector output;
@@ -286,8 +280,7 @@ inline Attention attention(const Vector& query, const std::vector<Vector>& key,
   return result;
 }
 
-// ---- 16-bit formats
-// -----------------------------------------------------------------------------------
+// ---- 16-bit formats ----------------------------------------------------------------------------
 
 // The value of an IEEE binary16 from its fields; NaN for all of its NaNs.
 inline double value_of_half(Half h) {
@@ -302,8 +295,7 @@ inline double value_of_half(Half h) {
   return sign * std::ldexp(1024 + mantissa, exponent - 25);
 }
 
-// ---- The sketch
-// ----------------------------------------------------------------------------------------
+// ---- The sketch --------------------------------------------------------------------------------
 
 // Cells of a symmetric quantiser end half way between levels; the code is the index of the nearest
 // level.
