@@ -85,7 +85,6 @@ __global__ void __launch_bounds__(kAttentionThreads, kColumns > 1 ? 1 : 2)
   const LayerView& layer = step.layer;
   const StepWorkspace& ws = arguments.workspace;
   const StepGrid& grid = arguments.grid;
-  const int tid = threadIdx.x;
   const int pair = blockIdx.x;
   const int split = blockIdx.y;
   const int splits = grid.attention_splits;
@@ -115,11 +114,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kColumns > 1 ? 1 : 2)
   const std::int64_t first_head = static_cast<std::int64_t>(kv_head) * layer.group + first;
   if (step.bad != nullptr && split == 0) check_queries(step, row, first_head, heads);
   if (moved_count > 0) part.load_queries(step, row, first_head);
-  if (tid < kAttentionHeads) {
-    sums.factor[tid] = 1;
-    sums.base[tid] = 0;
-  }
-  if (tid < heads) sums.start(ws.heads[query_head + tid], layer.cap, tid);
+  sums.start(ws.heads + query_head, heads, layer.cap);
   __syncthreads();
 
   const std::int64_t residents = view.residents();

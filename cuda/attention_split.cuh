@@ -59,7 +59,15 @@ struct HeadSums {
   float most[kAttentionHeads];      // first shift + log(cap * beta)
   double inverse[kAttentionHeads];  // of the sum over all splits
 
-  VERKV_DEVICE void start(const HeadState& state, float cap, int h) {
+  // States: of `heads` query heads. All threads call; a barrier must follow.
+  VERKV_DEVICE void start(const HeadState* states, int heads, float cap) {
+    const int h = threadIdx.x;
+    if (h < kAttentionHeads) {
+      factor[h] = 1;
+      base[h] = 0;
+    }
+    if (h >= heads) return;
+    const HeadState& state = states[h];
     base[h] = fabsf(state.shift) <= kLargestFloat ? state.shift : 0.0f;
     shift[h] = state.shift - base[h];
     sum[h] = 0;
