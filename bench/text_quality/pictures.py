@@ -164,7 +164,7 @@ def tasks():
 # ---- The promise ----
 
 DELTAS = ((0.2, "blue"), (0.1, "orange"), (0.05, "violet"))
-FLOOR = 20  # pixels of the strip for rates of zero
+FLOOR = 26  # pixels of the strip for rates of zero
 
 
 def promise(name):
@@ -209,7 +209,7 @@ def promise(name):
                     rate, low, high = (row[field + end] for end in ("", "_low", "_high"))
                     if rate is None:
                         continue
-                    svg.line(at + offset, height(low), at + offset, height(high), colour, 1)
+                    svg.line(at + offset, height(low), at + offset, height(high), colour, 1 if rate else 0.5)
                     svg.marker(at + offset, height(rate), "circle", colour, 3.2, hollow)
     svg.text(16, (top + bottom) / 2, "failures, % of decisions", anchor="middle", upright=True)
     svg.text((LEFT + WIDTH - RIGHT) / 2, bottom + 40, "eps: the error of D that is allowed", anchor="middle")
@@ -220,6 +220,7 @@ PICTURES = {
     "tradeoff.svg": tradeoff,
     "gemma-calibrated-kl.svg": sketches,
     "tasks-rate.svg": tasks,
+    "promise-shipped.svg": lambda: promise("promise-shipped.json"),
 }
 
 

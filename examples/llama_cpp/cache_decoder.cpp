@@ -1,41 +1,40 @@
 #include "cache_decoder.hpp"
 
 #include <algorithm>
-
-#include <fmt/format.h>
+#include <utility>
 
 namespace verkv::llm {
 
-CacheConfig with_layers(CacheConfig config, const std::vector<AttentionLayer>& layers) {
-  config.layers.clear();
-  for (const AttentionLayer& layer : layers) {
-    LayerConfig shape;
-    shape.kv_heads = layer.kv_heads;
-    shape.query_heads = layer.query_heads;
-    shape.key_dim = layer.key_dim;
-    shape.value_dim = layer.value_dim;
-    shape.scale = layer.scale;
-    if (layer.soft_cap > 0) shape.soft_cap = layer.soft_cap;
-    shape.global_layer = layer.index;
-    config.layers.push_back(shape);
-  }
+namespace {
+
+LayerConfig layer_config(const AttentionLayer& layer) {
+  LayerConfig config;
+  config.kv_heads = layer.kv_heads;
+  config.query_heads = layer.query_heads;
+  config.key_dim = layer.key_dim;
+  config.value_dim = layer.value_dim;
+  config.scale = layer.scale;
+  if (layer.soft_cap > 0) config.soft_cap = layer.soft_cap;
+  config.global_layer = layer.index;
   return config;
 }
 
-CacheDecoder::CacheDecoder(const Prompt& prompt, BackendKind backend, CacheConfig config,
-                           Score score, std::uint64_t draw) {
-  std::vector<AttentionLayer> shapes;
+}  // namespace
+
+CacheDecoder::CacheDecoder(const Prompt& prompt, const Importance& importance, BackendKind backend,
+                           CacheConfig config, std::uint64_t draw) {
+  config.layers.clear();
   for (const PromptLayer& layer : prompt.layers) {
-    places_.emplace(layer.shape.index, static_cast<std::int64_t>(shapes.size()));
-    shapes.push_back(layer.shape);
+    places_.emplace(layer.shape.index, static_cast<std::int64_t>(config.layers.size()));
+    config.layers.push_back(layer_config(layer.shape));
   }
-  cache_ = make_cache(backend, with_layers(std::move(config), shapes));
+  cache_ = make_cache(backend, std::move(config));
   sequence_ = cache_->create_sequence(draw);
 
   const auto tokens = static_cast<std::int64_t>(prompt.tokens.size());
-  std::vector<ImportanceView> importance;
-  std::vector<TensorView> queries;
   const auto positions = static_cast<std::int64_t>(prompt.query_positions.size());
+  std::vector<ImportanceView> scores;
+  std::vector<TensorView> queries;
   for (std::size_t i = 0; i < prompt.layers.size(); ++i) {
     const PromptLayer& layer = prompt.layers[i];
     const AttentionLayer& shape = layer.shape;
@@ -43,16 +42,11 @@ CacheDecoder::CacheDecoder(const Prompt& prompt, BackendKind backend, CacheConfi
         sequence_, static_cast<std::int64_t>(i),
         token_major(layer.keys.data(), DType::f16, tokens, shape.kv_heads, shape.key_dim),
         token_major(layer.values.data(), DType::f16, tokens, shape.kv_heads, shape.value_dim));
-    const auto scores = layer.scores.find(score);
-    if (scores == layer.scores.end()) {
-      throw InvalidArgument(
-          fmt::format("layer {} of the prompt has no score {}", shape.index, name(score)));
-    }
-    importance.push_back({scores->second.data(), shape.kv_heads, tokens, tokens});
+    scores.push_back({importance[i].data(), shape.kv_heads, tokens, tokens});
     queries.push_back(
         token_major(layer.queries.data(), DType::f32, positions, shape.query_heads, shape.key_dim));
   }
-  cache_->compress(sequence_, importance, queries);
+  cache_->compress(sequence_, scores, queries);
 }
 
 bool CacheDecoder::attention(const LayerCall& call, std::span<float> output) {

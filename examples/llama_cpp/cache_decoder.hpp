@@ -7,12 +7,11 @@
 #include <map>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "../common/backend.hpp"
 #include "hook.hpp"
-#include "importance.hpp"
+#include "prompt.hpp"
 
 #include <verkv/kv_cache_manager.hpp>
 
@@ -21,36 +20,39 @@ namespace verkv::llm {
 // What decoding cost, over all replaced layers. Shares are of the tokens that the layers held.
 struct DecodeCost {
   double resident_fraction = 0;
-  double fetching_share = 0;  // of decisions
+  // Of the decisions, one for each query head and step.
+  double fetching_share = 0;
   double certified_share = 0;
   double moved_fraction = 0;
-  double moved_tokens = 0;   // per step and KV head
-  double moved_bytes = 0;    // per step, all layers
-  double read_fraction = 0;  // residents and moved tokens
+  // Per step and KV head.
+  double moved_tokens = 0;
+  // Per step, all layers.
+  double moved_bytes = 0;
+  // Residents and moved tokens.
+  double read_fraction = 0;
   double fast_bytes = 0;
-  double cache_bytes = 0;  // of all keys and values
+  // Of all keys and values.
+  double cache_bytes = 0;
 };
 
 class CacheDecoder : public AttentionVisitor {
  public:
-  // Gives a new cache of that backend the whole prompt and compresses it by `score`. The layers of
-  // `config` are filled in. Throws what the cache throws, and InvalidArgument where the prompt has
-  // no such score.
-  CacheDecoder(const Prompt& prompt, BackendKind backend, CacheConfig config, Score score,
-               std::uint64_t draw);
+  // Gives a new cache of that backend the whole prompt and compresses it by `importance`. The layers
+  // of `config` are filled in. Throws what the cache throws.
+  CacheDecoder(const Prompt& prompt, const Importance& importance, BackendKind backend,
+               CacheConfig config, std::uint64_t draw);
 
-  // Appends the tokens one by one and attends with each; layers that are not in the prompt stay as
+  // Appends the tokens one by one and attends with each. Layers that are not in the prompt stay as
   // the engine computed them.
   bool attention(const LayerCall& call, std::span<float> output) override;
 
-  // Leaves every n-th number of the output out, 0: none; the self-test shows with it that the hook
+  // Leaves every n-th number of the output out, 0: none. The self-test shows with it that the hook
   // acts.
   void disturb(std::size_t n) { disturbance_ = n; }
 
   DecodeCost cost() const;
   // The certificate of every decision: the bound on the relative error of D.
   const std::vector<double>& certificates() const { return certificates_; }
-  const KvCacheManager& cache() const { return *cache_; }
 
  private:
   std::map<std::int64_t, std::int64_t> places_;  // layer of the model -> layer of the cache
@@ -60,9 +62,6 @@ class CacheDecoder : public AttentionVisitor {
   std::vector<double> certificates_;
   std::size_t disturbance_ = 0;
 };
-
-// `config` with one layer for each layer of the prompt.
-CacheConfig with_layers(CacheConfig config, const std::vector<AttentionLayer>& layers);
 
 }  // namespace verkv::llm
 

@@ -89,7 +89,7 @@ struct Engine::Impl {
   }
 
   void open(const EngineOptions& options) {
-    Log::instance().last_error();
+    last_engine_error();
     path = options.model_path;
     std::error_code error;
     if (!std::filesystem::is_regular_file(path, error)) {
@@ -99,8 +99,8 @@ struct Engine::Impl {
     model_parameters.n_gpu_layers = 0;
     model.reset(llama_model_load_from_file(path.c_str(), model_parameters));
     if (!model) {
-      throw EngineError(fmt::format("{}: llama.cpp cannot load this model{}", path,
-                                    Log::instance().last_error()));
+      throw EngineError(
+          fmt::format("{}: llama.cpp cannot load this model{}", path, last_engine_error()));
     }
     vocabulary = llama_model_get_vocab(model.get());
     if (llama_model_has_encoder(model.get()) || !llama_model_has_decoder(model.get())) {
@@ -138,7 +138,7 @@ struct Engine::Impl {
     context.reset(llama_init_from_model(model.get(), parameters));
     if (!context) {
       throw EngineError(
-          fmt::format("{}: no context of {} tokens{}", path, wanted, Log::instance().last_error()));
+          fmt::format("{}: no context of {} tokens{}", path, wanted, last_engine_error()));
     }
   }
 
@@ -163,7 +163,7 @@ struct Engine::Impl {
     if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
     if (status != 0) {
       throw EngineError(fmt::format("llama.cpp cannot decode {} tokens at position {}: status {}{}",
-                                    count, position, status, Log::instance().last_error()));
+                                    count, position, status, last_engine_error()));
     }
     position += count;
     if (!reader) return;
@@ -286,7 +286,7 @@ void Engine::truncate(std::int64_t position) {
   if (llama_state_seq_set_data_ext(context, windows.data(), windows.size(), 0,
                                    LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) != windows.size()) {
     throw EngineError(fmt::format("the sliding windows at {} tokens cannot be restored{}", position,
-                                  Log::instance().last_error()));
+                                  last_engine_error()));
   }
 }
 
@@ -301,33 +301,11 @@ void Engine::mark() {
                                                             LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY));
 }
 
-void unpack_model(const std::string& from, const std::string& to, int threads) {
-  Log::instance().last_error();
-  std::error_code error;
-  if (!std::filesystem::is_regular_file(from, error)) {
-    throw EngineError(fmt::format("{}: there is no such model file", from));
-  }
-  if (std::filesystem::equivalent(from, to, error)) {
-    throw EngineError(fmt::format("{}: a model cannot be unpacked onto itself", from));
-  }
-  llama_model_quantize_params parameters = llama_model_quantize_default_params();
-  parameters.ftype = LLAMA_FTYPE_ALL_F32;
-  parameters.allow_requantize = true;
-  parameters.nthread = threads;
-  const std::string partial = to + ".partial";
-  const bool good = llama_model_quantize(from.c_str(), partial.c_str(), &parameters) == 0;
-  if (good) std::filesystem::rename(partial, to, error);
-  if (!good || error) {
-    std::error_code ignored;
-    std::filesystem::remove(partial, ignored);
-    throw EngineError(
-        fmt::format("{}: cannot be unpacked to {}{}", from, to, Log::instance().last_error()));
-  }
-}
-
 void Engine::forget() {
   llama_memory_clear(llama_get_memory(impl_->context.get()), true);
   impl_->forgotten = true;
 }
+
+std::string last_engine_error() { return Log::instance().last_error(); }
 
 }  // namespace verkv::llm

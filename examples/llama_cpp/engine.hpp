@@ -45,12 +45,15 @@ using LogitsReader = std::function<void(std::int64_t index, std::span<const floa
 
 struct EngineOptions {
   std::string model_path;
-  std::int64_t context_tokens = 0;  // 0: as many as the model was trained for
+  // 0: as many as the model was trained for.
+  std::int64_t context_tokens = 0;
   // The number is a wish: as many as the model was trained for where that is less, and enough to
   // tell a sliding window from none.
   bool flexible = false;
-  std::int64_t batch_tokens = 512;  // tokens computed together
-  int threads = 0;                  // 0: one per hardware thread
+  // Tokens computed together.
+  std::int64_t batch_tokens = 512;
+  // 0: one per hardware thread.
+  int threads = 0;
 };
 
 class Engine {
@@ -98,10 +101,9 @@ class Engine {
   std::unique_ptr<Impl> impl_;
 };
 
-// Writes a copy of the model with all weights as 32-bit floats: the same numbers, but multiplied
-// with activations that are not rounded to 8 bits, which else moves logits about as much as a good
-// cache does. Throws EngineError.
-void unpack_model(const std::string& from, const std::string& to, int threads);
+// What llama.cpp logged last as an error, in brackets and with a space before it; empty if nothing.
+// Asking forgets it.
+std::string last_engine_error();
 
 }  // namespace verkv::llm
 

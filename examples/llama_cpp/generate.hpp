@@ -11,8 +11,9 @@
 
 #include "../common/backend.hpp"
 #include "engine.hpp"
-#include "evaluate.hpp"
 #include "hook.hpp"
+
+#include <verkv/kv_cache_manager.hpp>
 
 namespace verkv::llm {
 
@@ -27,17 +28,30 @@ std::vector<Token> continue_greedily(Engine& engine, const AttentionHook& hook,
 
 struct GenerateOptions {
   std::string prompt;
-  std::string question;  // decoded through the cache after the prompt; may be empty
-  bool chat = false;     // in the form that the model's file gives to a user's turn
+  // Decoded through the cache after the prompt; may be empty.
+  std::string question;
+  // In the form that the model's file gives to a user's turn.
+  bool chat = false;
+  // New tokens at most.
   std::int64_t tokens = 128;
-  Method method;
-  const Gate* gate = nullptr;  // for Score::gate
+  CacheConfig config;
   std::uint64_t draw = 0;
   BackendKind backend = BackendKind::cpu;
 };
 
+// A prompt in two parts: what is compressed, and what is decoded through the cache before the first
+// new token. Neither is empty.
+struct SplitPrompt {
+  std::vector<Token> held;
+  std::vector<Token> question;
+};
+
+// Throws EngineError for a prompt that is shorter than sinks and local window, and where the model's
+// file has no form of a turn that keeps the prompt as it is.
+SplitPrompt split_prompt(const Engine& engine, const GenerateOptions& options);
+
 // Streams both answers to the output, and what the second one cost. Throws EngineError for a prompt
-// that is shorter than sinks and local window, or that does not fit the context.
+// that does not fit the context, and what split_prompt throws.
 void generate(Engine& engine, const AttentionHook& hook, const GenerateOptions& options);
 
 }  // namespace verkv::llm

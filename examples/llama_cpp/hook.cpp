@@ -408,33 +408,34 @@ constexpr std::size_t kWriteCheckTokens = 12;
 // The engine rounds queries, keys, values and probabilities to 16-bit floats.
 constexpr double kCheckTolerance = 0.02;
 
-}  // namespace
-
-AttentionHook::AttentionHook(Engine& engine) {
-  engine.truncate(0);
-  const std::int64_t window = engine.window_tokens();
+// Long enough to tell a sliding window from none.
+std::vector<Token> probe_text(const Engine& engine) {
   std::vector<Token> text = engine.tokenize("The quick brown fox counts: one, two, three.", true);
-  const auto first = static_cast<std::int64_t>(text.size());
-  const std::int64_t wanted = std::max<std::int64_t>(96, window + 64);
+  const std::int64_t wanted = std::max<std::int64_t>(96, engine.window_tokens() + 64);
   if (engine.context_tokens() < wanted) {
     throw EngineError(
         fmt::format("the engine's context of {} tokens is too short for the check of "
                     "the hook, which takes {}",
                     engine.context_tokens(), wanted));
   }
-  for (std::int64_t i = first; i < wanted; ++i) {
+  for (auto i = static_cast<std::int64_t>(text.size()); i < wanted; ++i) {
     text.push_back(static_cast<Token>((i * 7919 + 1000) % engine.vocabulary()));
   }
-  const auto tokens = static_cast<std::int64_t>(text.size());
+  return text;
+}
 
+// The layers with an attention and keys and values of their own.
+std::vector<AttentionLayer> find_layers(Engine& engine, std::span<const Token> text) {
   Explorer explorer;
   engine.decode(text, &explorer, nullptr);
   engine.truncate(0);
+  std::vector<AttentionLayer> layers;
   for (const auto& [index, found] : explorer.found()) {
     // A layer whose only trace is a norm or a projection (recurrent layers) has no cache.
     if (!found.probabilities && !found.output) continue;
-    if (!found.probabilities || found.shape.query_heads == 0)
+    if (!found.probabilities || found.shape.query_heads == 0) {
       refuse(index, "no node kq or kq_soft_max");
+    }
     if (!found.output) refuse(index, "no node kqv_out");
     // Such a layer attends to the keys of another one.
     if (!found.key && !found.value) continue;
@@ -444,14 +445,28 @@ AttentionHook::AttentionHook(Engine& engine) {
       refuse(index,
              fmt::format("{} query heads for {} KV heads", layer.query_heads, layer.kv_heads));
     }
-    layers_.push_back(layer);
+    layers.push_back(layer);
   }
-  if (layers_.empty()) {
+  if (layers.empty()) {
     throw EngineError(fmt::format("{}: no attention layer was found in its {} layers",
                                   engine.model_name(), engine.layers()));
   }
+  return layers;
+}
 
-  Checker checker(tokens, window);
+}  // namespace
+
+AttentionHook::AttentionHook(Engine& engine) {
+  const std::vector<Token> text = probe_text(engine);
+  engine.truncate(0);
+  layers_ = find_layers(engine, text);
+  check_numbers(engine, text);
+  check_writes(engine, std::span<const Token>(text).first(kWriteCheckTokens));
+}
+
+void AttentionHook::check_numbers(Engine& engine, std::span<const Token> text) {
+  const std::int64_t window = engine.window_tokens();
+  Checker checker(static_cast<std::int64_t>(text.size()), window);
   decode(engine, text, checker, nullptr);
   engine.truncate(0);
   for (AttentionLayer& layer : layers_) {
@@ -467,11 +482,12 @@ AttentionHook::AttentionHook(Engine& engine) {
     if (windowed) layer.window_tokens = window;
     check_error_ = std::max(check_error_, error);
   }
+}
 
-  const std::span<const Token> few = std::span<const Token>(text).first(kWriteCheckTokens);
+void AttentionHook::check_writes(Engine& engine, std::span<const Token> text) const {
   const auto logits_without = [&](std::int64_t layer) {
     Eraser eraser(layer);
-    decode(engine, few, eraser, nullptr);
+    decode(engine, text, eraser, nullptr);
     const std::span<const float> logits = engine.last_logits();
     std::vector<float> copy(logits.begin(), logits.end());
     engine.truncate(0);

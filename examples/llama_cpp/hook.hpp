@@ -14,20 +14,24 @@ namespace verkv::llm {
 
 // One attention layer of the model.
 struct AttentionLayer {
-  std::int64_t index = 0;  // in the model
+  // In the model.
+  std::int64_t index = 0;
   std::int64_t query_heads = 0;
   std::int64_t kv_heads = 0;
   std::int64_t key_dim = 0;
   std::int64_t value_dim = 0;
-  double scale = 0;                // logit = scale * q.k, then the soft cap
-  double soft_cap = 0;             // 0: none
-  std::int64_t window_tokens = 0;  // 0: attends to everything
+  // logit = scale * q.k, then soft_cap * tanh(logit / soft_cap); soft_cap 0: none.
+  double scale = 0;
+  double soft_cap = 0;
+  // 0: attends to everything.
+  std::int64_t window_tokens = 0;
 };
 
 // What one layer computes for one batch. Dense arrays, valid during the call only.
 struct LayerCall {
   const AttentionLayer* layer = nullptr;
-  std::int64_t position = 0;  // of the first token
+  // Of the first token.
+  std::int64_t position = 0;
   std::int64_t tokens = 0;
   const float* queries =
       nullptr;                  // [token][query head][key_dim], after RoPE, as they are multiplied
@@ -72,6 +76,11 @@ class AttentionHook {
               const LogitsReader& reader) const;
 
  private:
+  // Compares each layer with attention computed in double, and finds out which have a window.
+  void check_numbers(Engine& engine, std::span<const Token> text);
+  // Looks whether the logits move with each layer's output.
+  void check_writes(Engine& engine, std::span<const Token> text) const;
+
   std::vector<AttentionLayer> layers_;
   double check_error_ = 0;
 };

@@ -61,15 +61,9 @@ void replay(const Options& options) {
 }
 
 void replay_promise(const Options& options) {
-  const std::pair<const char*, const std::string*> outputs[] = {{"--json", &options.json},
-                                                                {"--svg", &options.svg}};
-  for (const auto& [option, path] : outputs) {
-    for (const std::string& file : options.files) {
-      if (!path->empty()) check_writable(*path, file, option);
-    }
+  for (const std::string& file : options.files) {
+    if (!options.json.empty()) check_writable(options.json, file);
   }
-  if (!options.json.empty() && options.json == options.svg)
-    throw UsageError("--json and --svg name the same file");
 
   // Everything that can be wrong with a recording comes out before any work. Of the time, steps and
   // tokens tell most.
@@ -118,8 +112,6 @@ void replay_promise(const Options& options) {
   }
   const std::vector<Cell> pooled = pooled_cells(runs);
   if (!options.json.empty()) write_file(options.json, promise_report(runs, options));
-  if (!options.svg.empty())
-    write_file(options.svg, promise_chart(pooled, promise_title(runs)), "--svg");
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   for (const PromiseRun& run : runs) {

@@ -532,8 +532,6 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
                            {{"cpu", BackendKind::cpu}, {"cuda", BackendKind::cuda}},
                            "Where the cache computes");
   reader.text("--json", options.json, "OUT", "Write settings and rows, all layers, as JSON", "");
-  CLI::Option* svg =
-      reader.text("--svg", options.svg, "OUT", "With --promise: write the grid as a picture", "");
 
   Parsed parsed;
   try {
@@ -572,7 +570,6 @@ Parsed parse_options(const std::vector<std::string>& arguments) {
       if (sketches.size() > 1)
         throw UsageError("--sketch is a list, but only --promise takes several");
       if (!sketches.empty()) options.sketch = sketches.front();
-      if (svg->count() > 0) throw UsageError("--svg draws what --promise measures; give both");
     }
     const bool rule_named = epsilon->count() + risk->count() + probability->count() > 0;
     if (!options.compare && !options.promise && options.fetch == FetchMode::verified) {

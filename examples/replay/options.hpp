@@ -63,7 +63,6 @@ struct Options {
   bool vector_code = true;
   BackendKind backend = BackendKind::cpu;
   std::string json;  // empty: none
-  std::string svg;   // with promise; empty: none
 };
 
 // Options, or what to print instead of working: the help (exit code 0) or one line about the error

@@ -114,15 +114,8 @@ std::string promise_table(const std::vector<Cell>& cells);
 std::string promise_verdict(const std::vector<Cell>& cells);
 std::string promise_legend(const Options& options, const Measurement& measurement);
 
-// The title of the picture: what was recorded, and how much of it.
-std::string promise_title(const std::vector<PromiseRun>& runs);
-
-// {settings, files, pooled}; docs/replay.md has the fields.
+// {settings, files, pooled}; docs/replay.md has the fields. bench/text_quality/pictures.py draws it.
 std::string promise_report(const std::vector<PromiseRun>& runs, const Options& options);
-
-// The grid as a picture: panels of one rate and one sketch, delta against the rates (a) and (b).
-// title: one line.
-std::string promise_chart(const std::vector<Cell>& cells, const std::string& title);
 
 }  // namespace verkv::replay
 

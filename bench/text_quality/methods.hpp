@@ -1,0 +1,49 @@
+// The ways of holding and fetching a prompt that an evaluation compares.
+#ifndef VERKV_BENCH_TEXT_QUALITY_METHODS_HPP
+#define VERKV_BENCH_TEXT_QUALITY_METHODS_HPP
+
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "importance.hpp"
+
+#include <verkv/kv_cache_manager.hpp>
+
+namespace verkv::lab {
+
+// One way of holding and fetching the prompt.
+struct Method {
+  std::string name;  // as EvalRow::method
+  CacheConfig config;
+  Score score = Score::kvzip_mean;
+  // false: the engine itself answers.
+  bool cached = true;
+  // Draws differ.
+  bool random = false;
+};
+
+// What is compared: every method at every value of what it depends on.
+struct MethodGrid {
+  std::set<std::string> methods;  // names; empty: all
+  std::vector<double> keeps{1.0 / 8, 1.0 / 16, 1.0 / 32};
+  std::vector<double> epsilons{0.01, 0.05, 0.1, 0.3, 0.5};
+  std::vector<double> risks{1e-2, 1e-3, 1e-4, 1e-5, 1e-6};
+  std::vector<double> probabilities{1e-2, 1e-3, 1e-4};
+  std::vector<SketchConfig> sketches{SketchConfig{}};
+  std::vector<Score> sampling_scores{Score::kvzip_mean};  // of the methods that draw
+  std::vector<Score> largest_scores{Score::kvzip};        // of top-k
+  bool gate = false;                                      // top-k at the scores of a gate, too
+};
+
+// Every combination that the grid asks for. Throws InvalidArgument, with the names there are, where
+// a name in grid.methods is none, and where the grid asks for no method at all.
+std::vector<Method> select_methods(const MethodGrid& grid, std::uint64_t seed, int threads);
+
+// "2 bits", "exact"; empty for a method without a sketch.
+std::string sketch_label(const CacheConfig& config);
+
+}  // namespace verkv::lab
+
+#endif  // VERKV_BENCH_TEXT_QUALITY_METHODS_HPP
