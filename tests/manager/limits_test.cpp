@@ -1,0 +1,172 @@
+// KvCacheManager on a backend (support/test_backend.hpp): limits on bytes and on fetched tokens,
+// and settings beyond every length.
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <verkv/kv_cache_manager.hpp>
+
+#include "catch.hpp"
+#include "reference/statistics.hpp"
+#include "support/blocks.hpp"
+#include "support/comparison.hpp"
+#include "support/configurations.hpp"
+#include "support/dense.hpp"
+#include "support/mirror.hpp"
+#include "support/results.hpp"
+#include "support/test_backend.hpp"
+#include "support/victim.hpp"
+
+using namespace verkv;
+using namespace verkv::test;
+using verkv::reference::Random;
+
+TEST_CASE("Settings beyond every length of a cache are served") {
+  Random random(24);
+  const std::int64_t huge = std::numeric_limits<std::int64_t>::max();
+  for (const int which : {0, 1, 2, 3}) {
+    CacheConfig config = small_config();
+    if (which == 0) config.local_tokens = huge;
+    if (which == 1) config.sink_tokens = huge;
+    if (which == 2) config.chunk_tokens = huge;
+    if (which == 3) config.fetch.limit_tokens = huge;
+    const Filled filled =
+        fill(config, {random_block(random, 100, 2, 64, 1)}, {random_block(random, 100, 2, 64, 1)},
+             {random_scores(random, 2, 100, ScoreKind::random)});
+    for (int step = 0; step < 40; ++step) {
+      filled.cache->append(filled.sequence, 0, random_block(random, 1, 2, 64, 1).view(),
+                           random_block(random, 1, 2, 64, 1).view());
+    }
+    const Result result =
+        attend(*filled.cache, 0, {filled.sequence}, random_block(random, 1, 6, 64, 1));
+    INFO("setting " << which);
+    for (const float x : result.output) CHECK(std::isfinite(x));
+    CHECK(result.query[0].certified);
+    if (which <= 1) CHECK(result.query[0].epsilon == 0);
+  }
+  // The number of bits means nothing to the exact sketch.
+  for (const int bits : {-1, 0, 1, 8, 31, 1000}) {
+    CacheConfig config = small_config();
+    config.sketch = {SketchKind::exact, bits};
+    const Filled filled =
+        fill(config, {random_block(random, 60, 2, 64, 1)}, {random_block(random, 60, 2, 64, 1)},
+             {random_scores(random, 2, 60, ScoreKind::random)});
+    CHECK(attend(*filled.cache, 0, {filled.sequence}, random_block(random, 1, 6, 64, 1))
+              .query[0]
+              .certified);
+    CHECK(filled.cache->memory().sketch_bytes == 0);
+  }
+}
+
+TEST_CASE("Byte limits hold on both tiers") {
+  Random random(25);
+  const Block keys = random_block(random, 10, 2, 64, 1);
+  const Block values = random_block(random, 10, 2, 64, 1);
+  // 10 tokens of 2 heads with 128 numbers of 4 bytes.
+  const std::int64_t rows = 10 * 2 * 128 * 4;
+  const auto usage = [](const KvCacheManager& cache, bool host) {
+    return host ? cache.memory().host_bytes : cache.memory().fast_bytes();
+  };
+  for (const bool host : {true, false}) {
+    for (const std::int64_t limit :
+         {rows - 1, rows, rows + 100, 2 * rows, 2 * rows + 2 * 10 * 2 * 12}) {
+      CacheConfig config = small_config();
+      (host ? config.host_bytes_limit : config.fast_bytes_limit) = limit;
+      const auto cache = make_cache(config);
+      const SequenceId a = cache->create_sequence();
+      const SequenceId b = cache->create_sequence();
+      INFO("host " << host << ", limit " << limit);
+      bool refused = false;
+      for (const SequenceId id : {a, b, a}) {
+        const MemoryReport before = cache->memory();
+        const std::int64_t held = cache->tokens(id, 0);
+        try {
+          cache->append(id, 0, keys.view(), values.view());
+        } catch (const CapacityError& error) {
+          refused = true;
+          check_names(error.what(), {host ? "host" : "fast", std::to_string(limit)});
+          CHECK(same(cache->memory(), before));
+          CHECK(cache->tokens(id, 0) == held);
+        }
+        CHECK(usage(*cache, host) <= limit);
+      }
+      CHECK(refused);
+      // What is erased is free again.
+      cache->erase(a);
+      cache->erase(b);
+      const SequenceId c = cache->create_sequence();
+      if (limit >= rows + (host ? 0 : 10 * 2 * 12)) cache->append(c, 0, keys.view(), values.view());
+    }
+  }
+}
+
+TEST_CASE("A limit on fetched tokens is kept, reported, and the certificate stays honest") {
+  Random random(27);
+  Tally tally;
+  std::int64_t missed = 0;
+  for (const std::int64_t limit : {1, 4, 16, 1000}) {
+    for (const FetchMode mode : {FetchMode::verified, FetchMode::always}) {
+      for (const FetchOrder order : orders()) {
+        CacheConfig config = small_config();
+        config.fetch.mode = mode;
+        config.study.order = order;
+        config.fetch.limit_tokens = limit;
+        config.fetch.epsilon = 0.05;
+        const std::int64_t n = 100;
+        const std::vector<Scores> scores = {random_scores(random, 2, n, ScoreKind::random)};
+        const Filled filled = fill(config, {random_block(random, n, 2, 64, 1)},
+                                   {random_block(random, n, 2, 64, 1)}, scores);
+        Mirror mirror(config, 0);
+        mirror.append(0, filled.keys[0], filled.values[0]);
+        mirror.compress(scores);
+        const Block queries = random_block(random, 1, 6, 64, 1);
+        const Result result = attend(*filled.cache, 0, {filled.sequence}, queries);
+        compare(config, 0, result, 0, mirror.attend(0, queries, 0),
+                "limit " + std::to_string(limit), tally);
+        for (std::size_t h = 0; h < 2; ++h) {
+          CHECK(result.kv[h].fetched_tokens <= limit);
+          CHECK(result.kv[h].moved_tokens <= result.kv[h].fetched_tokens);
+          CHECK(result.kv[h].limited == (limit < 1000));
+        }
+        for (const QueryHeadReport& query : result.query) missed += !query.certified;
+      }
+    }
+  }
+  report(tally);
+  CHECK(missed > 0);
+}
+
+TEST_CASE("What the certificate's plan fetches does certify") {
+  // Many tokens of little weight each: the certificate passes epsilon in tiny steps, and the sums
+  // of the plan and of the verification round differently.
+  for (const FetchOrder order : orders()) {
+    Random random(28);
+    CacheConfig config = small_config();
+    config.layers = {layer_of(1, 4, 64, 64)};
+    config.study.order = order;
+    const bool thin = order == FetchOrder::exact || backend().thinning > 1;
+    const std::int64_t n = thin ? 2000 : 8000;
+    Filled filled{};
+    std::int64_t decisions = 0;
+    for (const double epsilon : {0.01, 0.02, 0.05}) {
+      config.fetch.epsilon = epsilon;
+      filled =
+          fill(config, {random_block(random, n, 1, 64, 0.5)}, {random_block(random, n, 1, 64, 1)},
+               {random_scores(random, 1, n, ScoreKind::random)});
+      for (int step = 0; step < (thin ? 4 : 20); ++step) {
+        const Result result =
+            attend(*filled.cache, 0, {filled.sequence}, random_block(random, 1, 4, 64, 1));
+        for (const QueryHeadReport& query : result.query) {
+          INFO("epsilon " << epsilon << ", reached " << query.epsilon / epsilon - 1
+                          << " above, step " << step);
+          CHECK(query.certified);
+          ++decisions;
+        }
+      }
+    }
+    CHECK(decisions > 0);
+  }
+}

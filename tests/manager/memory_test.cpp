@@ -1,0 +1,272 @@
+// KvCacheManager on a backend (support/test_backend.hpp): every byte is counted, running out of
+// memory changes nothing, a step allocates nothing.
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <new>
+#include <optional>
+#include <vector>
+
+#include <verkv/kv_cache_manager.hpp>
+
+#include "catch.hpp"
+#include "reference/statistics.hpp"
+#include "reference/step.hpp"
+#include "support/allocations.hpp"
+#include "support/blocks.hpp"
+#include "support/configurations.hpp"
+#include "support/dense.hpp"
+#include "support/mirror.hpp"
+#include "support/results.hpp"
+#include "support/test_backend.hpp"
+#include "support/victim.hpp"
+
+using namespace verkv;
+using namespace verkv::test;
+using verkv::reference::Random;
+
+TEST_CASE("Every byte is accounted for") {
+  for (const SketchKind kind : {SketchKind::exact, SketchKind::calibrated}) {
+    for (const int bits : {2, 3, 4}) {
+      for (const DType storage : {DType::f32, DType::f16}) {
+        CacheConfig config = small_config();
+        config.storage = storage;
+        config.sketch = {kind, bits};
+        config.layers = {layer_of(2, 3, 100, 72), layer_of(1, 1, 64, 64)};
+        config.layers[1].dense = true;
+        const auto cache = make_cache(config);
+        std::vector<SequenceId> ids;
+        std::vector<Mirror> mirrors;
+        Random random(29);
+        for (const std::int64_t n : {0, 1, 33, 150}) {
+          ids.push_back(cache->create_sequence(ids.size()));
+          mirrors.emplace_back(config, ids.size() - 1);
+          std::vector<Scores> scores;
+          for (std::int64_t l = 0; l < 2; ++l) {
+            const LayerConfig& layer = config.layers[size(l)];
+            const Block keys = random_block(random, n, layer.kv_heads, layer.key_dim, 1);
+            const Block values = random_block(random, n, layer.kv_heads, layer.value_dim, 1);
+            cache->append(ids.back(), l, keys.view(), values.view());
+            mirrors.back().append(l, keys, values);
+            scores.push_back(random_scores(random, layer.kv_heads, n, ScoreKind::random));
+          }
+          const auto check = [&](const char* when) {
+            const MemoryReport actual = cache->memory(ids.back());
+            const MemoryReport expected = mirrors.back().memory();
+            INFO(when << ", n " << n << ", sketch " << static_cast<int>(kind) << "/" << bits);
+            CHECK(actual.resident_bytes == expected.resident_bytes);
+            CHECK(actual.sketch_bytes == expected.sketch_bytes);
+            CHECK(actual.metadata_bytes == expected.metadata_bytes);
+            CHECK(actual.host_bytes == expected.host_bytes);
+            CHECK(actual.basis_bytes == expected.basis_bytes);
+            CHECK(actual.workspace_bytes == 0);
+          };
+          check("appended");
+          compress(*cache, ids.back(), scores);
+          mirrors.back().compress(scores);
+          check("compressed");
+          // The layers decode without attention in between: scores are 0, odds uniform.
+          for (int step = 0; step < 40; ++step) {
+            for (std::int64_t l = 0; l < 2; ++l) {
+              const LayerConfig& layer = config.layers[size(l)];
+              const Block keys = random_block(random, 1, layer.kv_heads, layer.key_dim, 1);
+              const Block values = random_block(random, 1, layer.kv_heads, layer.value_dim, 1);
+              cache->append(ids.back(), l, keys.view(), values.view());
+              mirrors.back().append(l, keys, values);
+            }
+          }
+          check("decoded");
+          cache->redraw(ids.back(), 1000 + ids.size());
+          mirrors.back().redraw(1000 + ids.size());
+          check("drawn anew");
+        }
+        MemoryReport sum;
+        for (const SequenceId id : ids) {
+          const MemoryReport one = cache->memory(id);
+          sum.resident_bytes += one.resident_bytes;
+          sum.sketch_bytes += one.sketch_bytes;
+          sum.metadata_bytes += one.metadata_bytes;
+          sum.host_bytes += one.host_bytes;
+          sum.reserved_bytes += one.reserved_bytes;
+        }
+        sum.workspace_bytes = cache->memory().workspace_bytes;
+        CHECK(same(cache->memory(), sum));
+        CHECK(sum.workspace_bytes > 0);
+        for (const SequenceId id : ids) cache->erase(id);
+        MemoryReport none;
+        none.workspace_bytes = sum.workspace_bytes;
+        CHECK(same(cache->memory(), none));
+      }
+    }
+  }
+}
+
+TEST_CASE("A share of the fast tier is met by the keep that is computed for it", "[cpu]") {
+  Random random(30);
+  for (const int bits : {2, 4}) {
+    for (const double share : {0.2, 0.4}) {
+      CacheConfig config = small_config();
+      config.storage = DType::f16;
+      config.sketch.bits = bits;
+      config.layers = {layer_of(1, 1, 128, 128)};
+      config.sink_tokens = 0;
+      config.local_tokens = 0;
+      config.keep =
+          verkv::keep_for_fast_share(share, config.layers[0], config.storage, config.sketch);
+      const std::int64_t n = 8000;
+      const Filled filled =
+          fill(config, {random_block(random, n, 1, 128, 1)}, {random_block(random, n, 1, 128, 1)},
+               {random_scores(random, 1, n, ScoreKind::random)});
+      const MemoryReport memory = filled.cache->memory();
+      const double actual =
+          static_cast<double>(memory.fast_bytes()) / static_cast<double>(memory.host_bytes);
+      // The number of residents is a sum of Bernoulli numbers.
+      const double slack = reference::bernstein_bound(config.keep * static_cast<double>(n), 1, 1) /
+                           static_cast<double>(n);
+      CHECK(std::fabs(actual - share) < 1.02 * slack + 1e-3);
+    }
+  }
+  const LayerConfig layer = layer_of(1, 1, 128, 128);
+  CHECK(verkv::keep_for_fast_share(1, layer, DType::f16, {SketchKind::exact, 2}) <= 1);
+  check_names(
+      error_of<InvalidArgument>([&] { verkv::keep_for_fast_share(0.05, layer, DType::f16, {}); }),
+      {"0.05", "0.07"});  // (32 + 2 + 2) / 512 = 0.0703
+  for (const double share : {0.0, -1.0, 1.1, std::numeric_limits<double>::quiet_NaN()}) {
+    check_names(error_of<InvalidArgument>(
+                    [&] { verkv::keep_for_fast_share(share, layer, DType::f16, {}); }),
+                {"(0, 1]"});
+  }
+}
+
+TEST_CASE("Running out of memory changes nothing", "[cpu]") {
+  for (const int what : {0, 1, 2, 3, 4}) {
+    CacheConfig config = victim_config();
+    if (what == 1) config.sketch.kind = SketchKind::exact;
+    const Victim victim(config);
+    KvCacheManager& cache = *victim.cache;
+    Random random(36);
+    const Block keys = random_block(random, 100, 2, 64, 1);
+    const Block values = random_block(random, 100, 2, 48, 1);
+    const Scores scores = random_scores(random, 2, 80, ScoreKind::random);
+    const std::vector<ImportanceView> views = {scores.view(), {}, scores.view()};
+    std::int64_t failed = 0;
+    for (std::int64_t limit = 0;; ++limit) {
+      REQUIRE(limit < 1000);
+      bool threw = false;
+      allowed = limit;
+      try {
+        if (what == 0) cache.append(victim.b, 0, keys.view(), values.view());
+        if (what == 1 || what == 4) cache.compress(victim.b, views);
+        if (what == 2) cache.redraw(victim.a, 99);
+        if (what == 3) cache.create_sequence();
+      } catch (const std::bad_alloc&) {
+        threw = true;
+      }
+      allowed = -1;
+      if (!threw) break;
+      ++failed;
+      INFO("call " << what << ", allocation " << limit);
+      const MemoryReport memory = cache.memory();
+      CHECK(memory.fast_bytes() == victim.memory.fast_bytes());
+      CHECK(memory.host_bytes == victim.memory.host_bytes);
+      CHECK(memory.basis_bytes == victim.memory.basis_bytes);
+      for (const SequenceId id : {victim.a, victim.b}) {
+        CHECK(cache.tokens(id, 0) == 80);
+        CHECK(cache.compressed_tokens(id, 0) == (id == victim.a ? 72 : 0));
+      }
+      CHECK(same(attend(cache, 0, {victim.a, victim.b}, victim.queries), victim.answers[0]));
+      CHECK(same(attend(cache, 2, {victim.a, victim.b}, victim.queries), victim.answers[1]));
+    }
+    CHECK(failed > 0);
+    // And then it has happened as a whole.
+    if (what == 0) CHECK(cache.tokens(victim.b, 0) == 180);
+    if (what == 1 || what == 4) CHECK(cache.compressed_tokens(victim.b, 2) == 72);
+    if (what == 3) continue;
+    const Result result = attend(cache, 0, {victim.a, victim.b}, victim.queries);
+    CHECK_FALSE(same(result, victim.answers[0]));
+  }
+}
+
+TEST_CASE("A step allocates nothing", "[cpu]") {
+  struct Case {
+    const char* name;
+    FetchMode mode;
+    std::optional<double> epsilon;
+    std::optional<double> risk;
+    FetchOrder order;
+    std::optional<std::int64_t> limit;
+    SketchKind sketch;
+  };
+  for (const Case& c :
+       {Case{"certificate",
+             FetchMode::verified,
+             0.1,
+             {},
+             FetchOrder::worth,
+             {},
+             SketchKind::calibrated},
+        Case{"risk", FetchMode::verified, {}, 1e-4, FetchOrder::worth, {}, SketchKind::calibrated},
+        Case{"both, limited", FetchMode::verified, 0.1, 1e-4, FetchOrder::worth, 7,
+             SketchKind::calibrated},
+        Case{"exact order",
+             FetchMode::verified,
+             0.1,
+             1e-4,
+             FetchOrder::exact,
+             {},
+             SketchKind::exact},
+        Case{"always", FetchMode::always, 0.1, {}, FetchOrder::worth, 9, SketchKind::calibrated},
+        Case{"never", FetchMode::never, 0.1, {}, FetchOrder::worth, {}, SketchKind::calibrated}}) {
+    for (const int threads : {1, 2}) {
+      CacheConfig config = small_config();
+      config.threads = threads;
+      config.layers = {layer_of(2, 12, 64, 64), layer_of(1, 3, 128, 96)};
+      config.fetch.mode = c.mode;
+      config.fetch.epsilon = c.epsilon;
+      config.fetch.risk = c.risk;
+      config.study.order = c.order;
+      config.fetch.limit_tokens = c.limit;
+      config.sketch.kind = c.sketch;
+      Random random(32);
+      const auto cache = make_cache(config);
+      std::vector<SequenceId> ids = {kNoSequence};
+      for (const std::int64_t n : {0, 9, 300, 700}) {
+        ids.push_back(cache->create_sequence());
+        std::vector<Scores> scores;
+        for (std::int64_t l = 0; l < 2; ++l) {
+          const LayerConfig& layer = config.layers[size(l)];
+          cache->append(ids.back(), l,
+                        random_block(random, n, layer.kv_heads, layer.key_dim, 1).view(),
+                        random_block(random, n, layer.kv_heads, layer.value_dim, 1).view());
+          scores.push_back(random_scores(random, layer.kv_heads, n, ScoreKind::random));
+        }
+        compress(*cache, ids.back(), scores);
+      }
+      for (std::int64_t l = 0; l < 2; ++l) {
+        const LayerConfig& layer = config.layers[size(l)];
+        const std::size_t rows = ids.size();
+        const Block queries = random_block(random, static_cast<std::int64_t>(rows),
+                                           layer.query_heads, layer.key_dim, 1);
+        std::vector<float> output(rows * size(layer.query_heads * layer.value_dim));
+        std::vector<float> lse(rows * size(layer.query_heads));
+        AttendBatch batch;
+        batch.sequences = ids;
+        batch.queries = queries.view();
+        batch.output = output;
+        batch.lse = lse;
+        cache->attend(l, batch);
+        const std::int64_t before = allocations;
+        for (int step = 0; step < 5; ++step) cache->attend(l, batch);
+        const std::int64_t after = allocations;
+        INFO(c.name << ", layer " << l << ", threads " << threads);
+        CHECK(after - before == 0);
+      }
+    }
+  }
+  // The counter counts.
+  const std::int64_t before = allocations;
+  const auto some = std::make_unique<std::vector<int>>(100);
+  CHECK(some->size() == 100);
+  CHECK(allocations - before == 2);
+}

@@ -1,0 +1,257 @@
+// Follows one sequence of a manager, call by call, in the reference.
+#ifndef VERKV_TESTS_SUPPORT_MIRROR_HPP
+#define VERKV_TESTS_SUPPORT_MIRROR_HPP
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <verkv/sketch.hpp>
+
+#include "catch.hpp"
+#include "reference/step.hpp"
+#include "support/blocks.hpp"
+
+namespace verkv::test {
+
+using reference::Vector;
+
+struct MirrorHead {
+  std::vector<std::vector<float>> key;
+  std::vector<std::vector<float>> value;
+  Vector odds;
+  std::vector<bool> resident;
+  std::size_t mean_tokens = 0;
+  verkv::SketchBasis basis;
+  Vector window_square;  // of the tokens that are not compressed
+  Vector window_steps;
+};
+
+// Follows one sequence of a manager, call by call.
+class Mirror {
+ public:
+  Mirror(const CacheConfig& config, std::uint64_t draw) : config_(config), draw_(draw) {
+    for (const LayerConfig& layer : config.layers) {
+      layers_.emplace_back(layer.cached ? size(layer.kv_heads) : 0);
+      compressed_before_.push_back(false);
+    }
+  }
+
+  const MirrorHead& head(std::int64_t layer, std::int64_t h) const {
+    return layers_[size(layer)][size(h)];
+  }
+
+  void append(std::int64_t layer, const Block& keys, const Block& values) {
+    std::vector<MirrorHead>& heads = layers_[size(layer)];
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      for (std::int64_t t = 0; t < keys.tokens; ++t) {
+        heads[h].key.push_back(stored(keys.row(t, static_cast<std::int64_t>(h))));
+        heads[h].value.push_back(stored(values.row(t, static_cast<std::int64_t>(h))));
+        heads[h].window_square.push_back(0);
+        heads[h].window_steps.push_back(0);
+      }
+    }
+    if (!compressed_before_[size(layer)] || !config_.chunk_tokens || config_.keep >= 1) return;
+    const std::size_t chunk = size(*config_.chunk_tokens);
+    while (heads[0].window_square.size() >= size(config_.local_tokens) + chunk) {
+      std::vector<reference::PoolHead> pool;
+      for (const MirrorHead& head : heads) {
+        reference::PoolHead part{{}, head.odds.size(), 0};
+        for (std::size_t i = 0; i < chunk; ++i) {
+          const double steps = head.window_steps[i];
+          part.tau.push_back(steps > 0 ? std::sqrt(head.window_square[i] / steps) : 0.0);
+        }
+        pool.push_back(part);
+      }
+      std::vector<Vector> odds;
+      if (config_.pool == Pool::head) {
+        for (const auto& part : pool) odds.push_back(reference::pool_odds(config_, {part})[0]);
+      } else {
+        odds = reference::pool_odds(config_, pool);
+      }
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        // A first compression during decode knows no queries, and its scores do not count.
+        if (config_.sketch.kind == SketchKind::calibrated && heads[h].odds.empty())
+          calibrate(layer, h, odds[h], Vector(odds[h].size(), 0.0), {});
+        take(layer, h, odds[h]);
+      }
+    }
+  }
+
+  void compress(const std::vector<Scores>& scores, const std::vector<Block>& prompt_queries = {}) {
+    if (config_.keep >= 1) return;
+    std::vector<reference::PoolHead> pool;
+    std::vector<std::pair<std::int64_t, std::size_t>> owner;
+    const auto solve = [&] {
+      const std::vector<Vector> odds = pool_odds(config_, pool);
+      for (std::size_t i = 0; i < owner.size(); ++i) {
+        const auto [layer, h] = owner[i];
+        if (config_.sketch.kind == SketchKind::calibrated && pool[i].begin == 0)
+          calibrate(layer, h, odds[i], pool[i].tau, prompt_queries);
+        take(layer, h, odds[i]);
+      }
+      pool.clear();
+      owner.clear();
+    };
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+      if (!config_.layers[layer].cached || config_.layers[layer].dense) continue;
+      compressed_before_[layer] = true;
+      for (std::size_t h = 0; h < layers_[layer].size(); ++h) {
+        const MirrorHead& head = layers_[layer][h];
+        const std::size_t open = head.key.size() - head.odds.size();
+        const std::size_t local = size(config_.local_tokens);
+        if (open <= local) continue;
+        reference::PoolHead part{{}, head.odds.size(), head.odds.empty() ? local : 0};
+        for (std::size_t i = 0; i < open - local; ++i) {
+          part.tau.push_back(
+              static_cast<double>(scores[layer].data[h * size(scores[layer].tokens) + i]));
+        }
+        pool.push_back(part);
+        owner.emplace_back(static_cast<std::int64_t>(layer), h);
+        if (config_.pool == Pool::head) solve();
+      }
+      if (config_.pool == Pool::layer) solve();
+    }
+    if (!pool.empty()) solve();
+  }
+
+  void redraw(std::uint64_t draw) {
+    draw_ = draw;
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+      for (std::size_t h = 0; h < layers_[layer].size(); ++h) {
+        MirrorHead& head = layers_[layer][h];
+        head.resident = reference::draw(head.odds, key(static_cast<std::int64_t>(layer), h), 0);
+      }
+    }
+  }
+
+  reference::HeadCase head_case(std::int64_t layer, std::int64_t h) const {
+    const MirrorHead& m = head(layer, h);
+    reference::HeadCase result;
+    result.layer = config_.layers[size(layer)];
+    result.fetch = config_.fetch;
+    result.study = config_.study;
+    result.sketch = config_.sketch;
+    result.key = m.key;
+    result.value = m.value;
+    result.odds = m.odds;
+    result.resident = m.resident;
+    result.mean_tokens = m.mean_tokens;
+    result.basis = &m.basis;
+    return result;
+  }
+
+  // Query row `row` of `queries`; adds to the scores of the local window as the manager does. The
+  // scores do not depend on the plan, so a caller that only needs them saves the time of planning.
+  std::vector<reference::StepAnswer> attend(std::int64_t layer, const Block& queries,
+                                            std::int64_t row, bool plan = true) {
+    const LayerConfig& shape = config_.layers[size(layer)];
+    const std::int64_t group = shape.query_heads / shape.kv_heads;
+    std::vector<reference::StepAnswer> answers;
+    for (std::int64_t h = 0; h < shape.kv_heads; ++h) {
+      std::vector<std::vector<float>> own;
+      for (std::int64_t g = 0; g < group; ++g) own.push_back(queries.row(row, h * group + g));
+      reference::HeadCase head = head_case(layer, h);
+      if (!plan) head.fetch.mode = FetchMode::never;
+      answers.push_back(reference::step(head, own));
+      if (!compressed_before_[size(layer)]) continue;
+      MirrorHead& m = layers_[size(layer)][size(h)];
+      for (std::size_t i = 0; i < m.window_square.size(); ++i) {
+        for (const auto& query : answers.back().query) {
+          m.window_square[i] += query.window_probability[i] * query.window_probability[i];
+        }
+        m.window_steps[i] += 1;
+      }
+    }
+    return answers;
+  }
+
+  // Everything but what is reserved, counted token by token.
+  MemoryReport memory() const {
+    MemoryReport report;
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      const LayerConfig& layer = config_.layers[l];
+      const std::int64_t row = (layer.key_dim + layer.value_dim) *
+                               static_cast<std::int64_t>(verkv::size_bytes(config_.storage));
+      for (const MirrorHead& head : layers_[l]) {
+        const std::int64_t compressed = static_cast<std::int64_t>(head.odds.size());
+        const std::int64_t window = static_cast<std::int64_t>(head.key.size()) - compressed;
+        const std::int64_t whole_groups = (compressed + 15) / 16 * 16;
+        std::int64_t residents = window;
+        for (const bool resident : head.resident) residents += resident;
+        report.host_bytes += static_cast<std::int64_t>(head.key.size()) * row;
+        report.resident_bytes += residents * row;
+        // 4 bytes a resident's position, 2 bytes of odds a compressed token (in whole groups of the
+        // sketch), a sum and a count for each token of the window.
+        report.metadata_bytes += 4 * residents + 2 * whole_groups + 8 * window;
+        if (compressed == 0 || config_.sketch.kind == SketchKind::exact) continue;
+        // 2 bits of every stored coordinate, 2 more of the fine ones, in whole bytes; a scale; the
+        // means in binary32; the query's matrix in binary16, the keys' in binary32 on the host.
+        const std::int64_t dim = head.basis.shape.dim;
+        const std::int64_t fine = head.basis.shape.fine;
+        report.sketch_bytes += whole_groups * ((dim + 3) / 4 + (fine + 3) / 4 + 2) +
+                               4 * layer.key_dim + 2 * dim * layer.key_dim;
+        report.basis_bytes += 4 * dim * layer.key_dim;
+        // Never more than the bits that were asked for.
+        CHECK(4 * fine + 2 * (dim - fine) <= config_.sketch.bits * layer.key_dim);
+      }
+    }
+    return report;
+  }
+
+ private:
+  std::vector<float> stored(std::vector<float> row) const {
+    for (float& x : row) x = reference::as_stored(x, config_.storage);
+    return row;
+  }
+
+  verkv::DrawId key(std::int64_t layer, std::size_t h) const {
+    const LayerConfig& c = config_.layers[size(layer)];
+    return {config_.seed, draw_, static_cast<std::uint32_t>(c.global_layer.value_or(layer)),
+            static_cast<std::uint32_t>(c.first_global_kv_head) + static_cast<std::uint32_t>(h)};
+  }
+
+  void calibrate(std::int64_t layer, std::size_t h, const Vector& odds, const Vector& tau,
+                 const std::vector<Block>& prompt_queries) {
+    const LayerConfig& c = config_.layers[size(layer)];
+    const std::int64_t group = c.query_heads / c.kv_heads;
+    std::vector<float> queries;
+    if (!prompt_queries.empty()) {
+      const Block& block = prompt_queries[size(layer)];
+      for (std::int64_t t = 0; t < block.tokens; ++t) {
+        for (std::int64_t g = 0; g < group; ++g) {
+          const auto row = block.row(t, static_cast<std::int64_t>(h) * group + g);
+          queries.insert(queries.end(), row.begin(), row.end());
+        }
+      }
+    }
+    MirrorHead& head = layers_[size(layer)][h];
+    const std::vector<float> mean =
+        reference::channel_means(head.key, odds.size(), size(c.key_dim));
+    head.basis = verkv::calibrate_sketch(config_.sketch.bits,
+                                         reference::BasisTokens(head.key, mean, odds, tau), queries,
+                                         config_.seed);
+  }
+
+  void take(std::int64_t layer, std::size_t h, const Vector& odds) {
+    MirrorHead& head = layers_[size(layer)][h];
+    const std::vector<bool> drawn = reference::draw(odds, key(layer, h), head.odds.size());
+    if (head.odds.empty()) head.mean_tokens = odds.size();
+    head.odds.insert(head.odds.end(), odds.begin(), odds.end());
+    head.resident.insert(head.resident.end(), drawn.begin(), drawn.end());
+    const auto gone = static_cast<std::ptrdiff_t>(odds.size());
+    head.window_square.erase(head.window_square.begin(), head.window_square.begin() + gone);
+    head.window_steps.erase(head.window_steps.begin(), head.window_steps.begin() + gone);
+  }
+
+  CacheConfig config_;
+  std::uint64_t draw_;
+  std::vector<std::vector<MirrorHead>> layers_;
+  std::vector<bool> compressed_before_;
+};
+
+}  // namespace verkv::test
+
+#endif  // VERKV_TESTS_SUPPORT_MIRROR_HPP
