@@ -12,6 +12,7 @@
 #include "catch.hpp"
 #include "reference/reference.hpp"
 #include "reference/statistics.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -41,7 +42,7 @@ TEST_CASE("odds form against Lemma 1 in the paper's terms") {
     const auto expected = verkv::reference::terms(c.w, c.r);
     INFO("trial " << trial << ", n " << c.w.size());
     const auto agree = [](double a, double b) {
-      return std::fabs(a - b) <= std::max(1e-300, 1e-9 * std::fabs(b));
+      return std::fabs(a - b) <= std::max(1e-300, verkv::tolerance::kFormula * std::fabs(b));
     };
     REQUIRE(agree(terms.beta, expected.beta));
     REQUIRE(agree(terms.variance, expected.variance));
@@ -119,7 +120,7 @@ TEST_CASE("removing tokens from L never raises the certificate") {
         rest_odds.pop_back();
       }
       const double after = certificate_of(rest_w, rest_odds, c.denominator, delta);
-      violations += !(after <= before * (1 + 1e-12));
+      violations += !(after <= before * (1 + verkv::tolerance::kInequality));
       before = after;
       w = rest_w;
       odds = rest_odds;

@@ -16,6 +16,7 @@
 #include "cpu/fetch_search.hpp"
 #include "reference/reference.hpp"
 #include "reference/statistics.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -157,8 +158,8 @@ void check(const Kernels& kernels, const Plan& plan, double delta, double epsilo
     // tokens there weigh nothing measurable.
     const std::size_t low = std::min(k, expected);
     const std::size_t high = std::max(k, expected);
-    REQUIRE(std::fabs(bound(low) - bound(high - 1)) <= 1e-5 * epsilon);
-    REQUIRE((high - low == 1 || bound(low) - bound(high) <= 1e-5 * epsilon));
+    REQUIRE(std::fabs(bound(low) - bound(high - 1)) <= verkv::tolerance::kSearch * epsilon);
+    REQUIRE((high - low == 1 || bound(low) - bound(high) <= verkv::tolerance::kSearch * epsilon));
   }
 
   // The step's own sums over what is kept, in their own order.

@@ -23,6 +23,7 @@
 
 #include "catch.hpp"
 #include "reference/reference.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -40,11 +41,12 @@ std::filesystem::path golden_folder() {
 #endif
 }
 
-// 1e-9 relative, or 1e-12 absolute near 0.
 bool close(double a, double b) {
   if (a == b) return true;
   if (!std::isfinite(a) || !std::isfinite(b)) return false;
-  return std::fabs(a - b) <= std::max(1e-12, 1e-9 * std::max(std::fabs(a), std::fabs(b)));
+  return std::fabs(a - b) <=
+         std::max(verkv::tolerance::kGoldenZero,
+                  verkv::tolerance::kFormula * std::max(std::fabs(a), std::fabs(b)));
 }
 
 void check_close(const char* what, double actual, double expected) {
@@ -292,7 +294,7 @@ void check_answer(const Case& c, const json& expected, const Answer& a, StopOf&&
     const auto left = [&](std::size_t k) {
       return verkv::reference::certificate_after(w, r, a.order, k, a.denominator, c.delta);
     };
-    CHECK(left(own.k) <= c.epsilon * (1 + 1e-9));
+    CHECK(left(own.k) <= c.epsilon * (1 + verkv::tolerance::kFormula));
     CHECK((own.k == 0 || left(own.k - 1) >= c.epsilon * (1 - 1e-9)));
   }
 }

@@ -9,6 +9,7 @@
 #include "catch.hpp"
 #include "reference/reference.hpp"
 #include "reference/statistics.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -50,8 +51,9 @@ TEST_CASE("moments of rows of probabilities") {
     CHECK_THAT(moments.mean(i), Catch::WithinRel(sum / 200, 1e-12));
     CHECK_THAT(moments.root_mean_square(i), Catch::WithinRel(std::sqrt(square / 200), 1e-12));
     // A mean is never above the root mean square, nor that above the largest.
-    CHECK(moments.mean(i) <= moments.root_mean_square(i) * (1 + 1e-12));
-    CHECK(moments.root_mean_square(i) <= static_cast<double>(largest) * (1 + 1e-12));
+    CHECK(moments.mean(i) <= moments.root_mean_square(i) * (1 + verkv::tolerance::kInequality));
+    CHECK(moments.root_mean_square(i) <=
+          static_cast<double>(largest) * (1 + verkv::tolerance::kInequality));
   }
 }
 

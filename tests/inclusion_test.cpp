@@ -11,6 +11,7 @@
 #include "catch.hpp"
 #include "reference/reference.hpp"
 #include "reference/statistics.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -35,7 +36,7 @@ double total(const Vector& x) { return std::accumulate(x.begin(), x.end(), 0.0);
 
 // A sum of n rounded terms of the same sign is off by at most n units; r itself by two more.
 bool sums_to(const Vector& r, double budget) {
-  return std::fabs(total(r) - budget) <= 1e-9 * std::max(1.0, budget);
+  return std::fabs(total(r) - budget) <= verkv::tolerance::kFormula * std::max(1.0, budget);
 }
 
 // Scores of several shapes: log-normal to very heavy tails, rounded ones with many ties, some
@@ -217,7 +218,7 @@ TEST_CASE("floor: every token stays drawable, the sum stays the budget") {
     for (const double t : tau) {
       const double r = solution.probability(t);
       REQUIRE(r >= floor);
-      REQUIRE(r <= 1 + 1e-12);
+      REQUIRE(r <= 1 + verkv::tolerance::kInequality);
       sum += r;
     }
     REQUIRE_THAT(sum, Catch::WithinRel(budget, 1e-9));

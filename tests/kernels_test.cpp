@@ -21,6 +21,7 @@
 
 #include "catch.hpp"
 #include "cpu/kernels.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -866,10 +867,11 @@ TEST_CASE("scalar sums agree with double", "[kernels]") {
     for (std::int64_t i = 0; i < count; ++i) {
       const bool finite = std::isfinite(verkv::to_float(odds[size(i)]));
       const double weight = finite ? std::exp(static_cast<double>(logits[size(i)] - shift)) : 0.0;
-      check_near("weight", weight, static_cast<double>(w[size(i)]), 2e-7 * weight);
+      check_near("weight", weight, static_cast<double>(w[size(i)]),
+                 verkv::tolerance::kExponential * weight);
       exact += weight;
     }
-    check_near("sum of weights", exact, sum, (kTolerance + 2e-7) * exact);
+    check_near("sum of weights", exact, sum, (kTolerance + verkv::tolerance::kExponential) * exact);
 
     for (const float beta : {0.0f, 1e-4f, 0.3f}) {
       // The branches are decided in binary32; the sums are then compared on the same tokens.

@@ -27,6 +27,7 @@
 #include "../examples/replay/table.hpp"
 #include "catch.hpp"
 #include "support/safetensors_writer.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -338,7 +339,7 @@ TEST_CASE("a budget that covers everything reproduces dense attention", "[replay
   REQUIRE(result.measurement.rows.size() == 3);
   for (const Row& row : result.measurement.rows) {
     CHECK(row.method->name == "dense");
-    CHECK(row.output_error_worst < 1e-5);
+    CHECK(row.output_error_worst < verkv::tolerance::kReplay);
     CHECK(row.steps.failures == 0);
     CHECK(row.steps.trials > 0);
     CHECK(row.resident_fraction == 1);
@@ -348,7 +349,7 @@ TEST_CASE("a budget that covers everything reproduces dense attention", "[replay
   // So does fetching all that is missing.
   const Run offload = run(cache, parse({"--fetch", "always", "--keep", "0.1"}));
   CHECK(offload.measurement.rows.back().method->name == "dense_offload");
-  CHECK(offload.measurement.rows.back().output_error_worst < 1e-5);
+  CHECK(offload.measurement.rows.back().output_error_worst < verkv::tolerance::kReplay);
   CHECK(offload.measurement.rows.back().moved_fraction > 0.8);
 }
 
@@ -456,7 +457,8 @@ TEST_CASE("the JSON has every field for every method", "[replay]") {
     CHECK(row.at("risk").is_null() == (method != "risk"));
     CHECK(row.at("failure_redraws").is_null() ==
           !(method == "certificate" || method == "risk" || method == "poisson"));
-    if (method == "dense" || method == "dense_offload") CHECK(row.at("output_error_worst") < 1e-5);
+    if (method == "dense" || method == "dense_offload")
+      CHECK(row.at("output_error_worst") < verkv::tolerance::kReplay);
     if (method == "dense_offload") {
       CHECK(row.at("keep") == 0);
       CHECK(row.at("moved_fraction") > 0.98);

@@ -8,6 +8,7 @@
 #include "catch.hpp"
 #include "reference/reference.hpp"
 #include "reference/statistics.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -60,7 +61,7 @@ TEST_CASE("the rotation is orthogonal and touches every coordinate") {
         worst = std::max(worst, std::fabs(dot(column[i], column[j]) - (i == j ? 1 : 0)));
       }
     }
-    CHECK(worst < 3e-6);
+    CHECK(worst < verkv::tolerance::kRotationColumns);
     // Linear: a vector's image is the combination of the columns; and the transpose takes it back.
     Random random(72);
     const Floats x = normal_vector(random, dim);
@@ -68,8 +69,10 @@ TEST_CASE("the rotation is orthogonal and touches every coordinate") {
     for (std::size_t j = 0; j < n; ++j) {
       double expected = 0;
       for (std::size_t i = 0; i < n; ++i) expected += static_cast<double>(x[i]) * column[i][j];
-      REQUIRE_THAT(static_cast<double>(y[j]), Catch::WithinAbs(expected, 2e-5));
-      REQUIRE_THAT(dot(doubles(y), column[j]), Catch::WithinAbs(static_cast<double>(x[j]), 2e-5));
+      REQUIRE_THAT(static_cast<double>(y[j]),
+                   Catch::WithinAbs(expected, verkv::tolerance::kRotation));
+      REQUIRE_THAT(dot(doubles(y), column[j]),
+                   Catch::WithinAbs(static_cast<double>(x[j]), verkv::tolerance::kRotation));
     }
     // No coordinate is left as it is (dim 1 has nothing to mix with).
     for (std::size_t i = 0; i < n && dim > 1; ++i) CHECK(std::fabs(column[i][i]) < 0.95);

@@ -11,6 +11,7 @@
 #include "catch.hpp"
 #include "reference/reference.hpp"
 #include "reference/statistics.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -199,7 +200,7 @@ TEST_CASE("drawn coefficient: lambda / r, and with a cap a bounded contribution"
     const double cap = random.uniform(1, 4);
     const double capped = verkv::drawn_coefficient(sketched, exact, rho, beta, cap);
     REQUIRE(capped <= plain);
-    REQUIRE(capped * exact <= cap * beta * (1 + rho) * (1 + 1e-12));
+    REQUIRE(capped * exact <= cap * beta * (1 + rho) * (1 + verkv::tolerance::kInequality));
     if (lambda * exact <= cap * beta * rho) REQUIRE(capped == plain);
     // A sketch that is right is never capped (cap >= 1).
     REQUIRE_THAT(

@@ -19,6 +19,7 @@
 #include "cudart.hpp"
 #include "device_memory.hpp"
 #include "reference/statistics.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -49,13 +50,6 @@ using verkv::reference::Random;
 namespace device = verkv::cpu_device;
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-// Weighted rows are summed in tiles whose number follows the grid, so outputs differ by roundings
-// of binary32: a few units in the last place of the largest value times the root of the number of
-// rows.
-constexpr double kOutputTolerance = 2e-5;
-// The LSE is a logarithm of such a sum.
-constexpr double kLseTolerance = 2e-5;
 
 LayerConfig layer_config(std::int64_t kv_heads, std::int64_t group, std::int64_t key_dim,
                          std::int64_t value_dim) {
@@ -242,7 +236,7 @@ class Twins {
       for (std::size_t k = 0; k < output[0].size(); ++k) {
         worst_output =
             std::max(worst_output, static_cast<double>(std::fabs(output[0][k] - output[1][k])));
-        if (!(std::fabs(output[0][k] - output[1][k]) <= kOutputTolerance)) {
+        if (!(std::fabs(output[0][k] - output[1][k]) <= verkv::tolerance::kRowOrder)) {
           CAPTURE(k, output[0][k], output[1][k]);
           FAIL("output");
         }
@@ -250,7 +244,7 @@ class Twins {
       for (std::size_t k = 0; k < lse[0].size(); ++k) {
         if (lse[0][k] == lse[1][k]) continue;  // infinities
         CAPTURE(k);
-        REQUIRE(std::fabs(lse[0][k] - lse[1][k]) <= kLseTolerance);
+        REQUIRE(std::fabs(lse[0][k] - lse[1][k]) <= verkv::tolerance::kRowOrder);
       }
       for (std::size_t k = 0; k < query[0].size(); ++k) {
         CAPTURE(k);
@@ -522,7 +516,7 @@ TEST_CASE("launches of a step, and capture", "[cpu-device]") {
   batch.output = expected;
   twins.cpu->attend(0, batch);
   for (std::size_t i = 0; i < result.size(); ++i) {
-    REQUIRE(std::fabs(result[i] - expected[i]) <= kOutputTolerance);
+    REQUIRE(std::fabs(result[i] - expected[i]) <= verkv::tolerance::kRowOrder);
   }
   twins.compare({id});
   VERKV_CUDA_CHECK(cudaGraphExecDestroy(exec));
@@ -609,8 +603,9 @@ class GraphScene {
     own.queries.data = queries_.data();
     own.output = expected;
     twins_->cpu->attend(0, own);
-    return std::equal(result.begin(), result.end(), expected.begin(),
-                      [](float a, float b) { return std::fabs(a - b) <= kOutputTolerance; });
+    return std::equal(result.begin(), result.end(), expected.begin(), [](float a, float b) {
+      return std::fabs(a - b) <= verkv::tolerance::kRowOrder;
+    });
   }
 
   cudaStream_t stream_ = nullptr;
@@ -1186,7 +1181,8 @@ TEST_CASE("a recorded cache") {
     float largest = 1;
     for (const float x : outputs[0][step]) largest = std::max(largest, std::fabs(x));
     for (std::size_t i = 0; i < outputs[0][step].size(); ++i) {
-      REQUIRE(std::fabs(outputs[0][step][i] - outputs[1][step][i]) <= kOutputTolerance * largest);
+      REQUIRE(std::fabs(outputs[0][step][i] - outputs[1][step][i]) <=
+              verkv::tolerance::kRowOrder * largest);
     }
   }
   Twins::no_faults();

@@ -13,6 +13,7 @@
 #include "json_report.hpp"
 #include "measure.hpp"
 #include "options.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -65,7 +66,7 @@ TEST_CASE("--backend cuda reports what --backend cpu reports") {
       const Json& other = cuda["rows"][i].at(name);
       if (own.count(name) > 0) continue;
       if (name.rfind("output_error_", 0) == 0) {  // sums of outputs are grouped otherwise
-        CHECK(std::fabs(value.get<double>() - other.get<double>()) < 1e-5);
+        CHECK(std::fabs(value.get<double>() - other.get<double>()) < verkv::tolerance::kReplay);
       } else {
         CHECK(value == other);
       }

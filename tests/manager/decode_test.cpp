@@ -30,7 +30,7 @@ TEST_CASE("A long decode stays small, follows the reference and keeps its promis
     config.pool = pool;
     config.keep = 0.25;
     config.local_tokens = 32;
-    config.chunk_tokens = 64;
+    config.chunk_tokens = scene(64, 16);
     config.sink_tokens = 4;
     config.sketch.kind = SketchKind::exact;
     config.fetch.epsilon = 0.1;

@@ -17,6 +17,7 @@
 #include "support/mirror.hpp"
 #include "support/results.hpp"
 #include "support/test_backend.hpp"
+#include "tolerance.hpp"
 
 using namespace verkv;
 using namespace verkv::test;
@@ -139,7 +140,8 @@ TEST_CASE("Redraws: decisions stand, the mean is right, failures stay below delt
           // is at least sqrt(2 V l) / D, and the deviation is sqrt(V) / D.
           const double l = std::log(2 / config.fetch.delta);
           const double bias = redraws.query[h].epsilon - 0.9 * deviation * std::sqrt(2 * l);
-          const double noise = 5.5 * deviation / std::sqrt(static_cast<double>(draws)) + 1e-5;
+          const double noise =
+              5.5 * deviation / std::sqrt(static_cast<double>(draws)) + tolerance::kRedrawBias;
           INFO("head " << h << ", mean " << mean << ", deviation " << deviation << ", epsilon "
                        << redraws.query[h].epsilon);
           CHECK(mean <= 1 + noise);

@@ -29,9 +29,16 @@ struct Story {
   std::vector<Scores> scores;
 };
 
-const std::int64_t kPrefill = backend().thinning > 1 ? 70 : 200;
+const std::int64_t kPrefill = scene(200, 70);
+const std::int64_t kDecode = scene(34, 6);
 
-const std::int64_t kDecode = backend().thinning > 1 ? 18 : 34;
+// A chunk leaves its window before the decode ends.
+CacheConfig story_config() {
+  CacheConfig config = small_config();
+  config.local_tokens = scene(8, 2);
+  config.chunk_tokens = scene(16, 4);
+  return config;
+}
 
 Story make_story(const CacheConfig& config, std::uint64_t seed) {
   Random random(seed);
@@ -74,7 +81,7 @@ Result tell(const CacheConfig& config, const Story& story, std::int64_t first_ch
 std::vector<CacheConfig> story_configs() {
   std::vector<CacheConfig> configs;
   for (const int kind : {0, 1, 2, 3, 4}) {
-    CacheConfig config = small_config();
+    CacheConfig config = story_config();
     config.storage = kind == 0 ? DType::f32 : kind == 1 ? DType::bf16 : DType::f16;
     config.layers = {layer_of(2, kind == 2 ? 12 : 3, kind == 3 ? 100 : 64, 80),
                      layer_of(3, 5, 128, 128)};
@@ -274,7 +281,7 @@ TEST_CASE("Layout and type of the views change no bit") {
 TEST_CASE("Heads split over two managers answer as in one") {
   for (const SketchKind kind : {SketchKind::calibrated, SketchKind::exact}) {
     if (kind == SketchKind::exact && backend().thinning > 1) continue;
-    CacheConfig whole = small_config();
+    CacheConfig whole = story_config();
     whole.sketch.kind = kind;
     whole.layers = {layer_of(4, 3, 64, 64), layer_of(4, 3, 64, 64)};
     const Story story = make_story(whole, 15);

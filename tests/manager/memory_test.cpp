@@ -29,6 +29,7 @@ using verkv::reference::Random;
 TEST_CASE("Every byte is accounted for") {
   for (const SketchKind kind : {SketchKind::exact, SketchKind::calibrated}) {
     for (const int bits : {2, 3, 4}) {
+      if (kind == SketchKind::exact && bits > 2) continue;  // has no codes
       for (const DType storage : {DType::f32, DType::f16}) {
         CacheConfig config = small_config();
         config.storage = storage;

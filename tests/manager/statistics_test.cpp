@@ -34,7 +34,7 @@ TEST_CASE("Statistics are the sums of the reports") {
     compress(*cache, ids.back(), scores);
   }
   std::vector<LayerStatistics> expected(2);
-  for (int step = 0; step < 20; ++step) {
+  for (int step = 0; step < scene(20, 5); ++step) {
     for (std::int64_t l = 0; l < 2; ++l) {
       for (std::size_t i = 1; i < ids.size(); ++i) {
         cache->append(ids[i], l, random_block(random, 1, 2, 64, 1).view(),

@@ -15,7 +15,7 @@ double norm(const Vector& x) {
 
 void compare(const CacheConfig& config, std::int64_t layer, const Result& result, std::size_t row,
              const std::vector<reference::StepAnswer>& answers, const std::string& what,
-             Tally& tally, const Tolerance& tolerance) {
+             Tally& tally, const Tolerance& within) {
   const LayerConfig& shape = config.layers[size(layer)];
   const std::size_t group = size(shape.query_heads / shape.kv_heads);
   for (std::size_t h = 0; h < answers.size(); ++h) {
@@ -61,7 +61,8 @@ void compare(const CacheConfig& config, std::int64_t layer, const Result& result
       std::ostringstream text;
       text << place.str() << "query head " << g << ", planned " << query.planned << ", ";
       const double epsilon = result.query[at].epsilon;
-      if (!(std::fabs(epsilon - query.epsilon) <= tolerance.epsilon * query.epsilon + 1e-18)) {
+      if (!(std::fabs(epsilon - query.epsilon) <=
+            within.epsilon * query.epsilon + tolerance::kSmallestEpsilon)) {
         text << "epsilon " << epsilon << ", expected " << query.epsilon;
         tally.fail(text.str());
       }
@@ -73,7 +74,8 @@ void compare(const CacheConfig& config, std::int64_t layer, const Result& result
       const double lse = static_cast<double>(result.lse[at]);
       const bool empty = query.lse == -kInfinite;
       if (empty ? lse != -kInfinite
-                : !(std::fabs(lse - query.lse) <= tolerance.lse + 1e-6 * std::fabs(query.lse))) {
+                : !(std::fabs(lse - query.lse) <=
+                    within.lse + tolerance::kStepLseShare * std::fabs(query.lse))) {
         tally.fail(text.str() + "LSE " + std::to_string(lse) + ", expected " +
                    std::to_string(query.lse));
       }
@@ -84,8 +86,8 @@ void compare(const CacheConfig& config, std::int64_t layer, const Result& result
         difference.push_back(x - query.output[j]);
         largest = std::max(largest, std::fabs(query.output[j]));
       }
-      // An output that nearly cancels keeps the error of its summands, of size about 1.
-      if (!(norm(difference) <= tolerance.output * (norm(query.output) + 0.01))) {
+      if (!(norm(difference) <=
+            within.output * (norm(query.output) + tolerance::kStepOutputFloor))) {
         tally.fail(text.str() + "output off by " + std::to_string(norm(difference)) + " of " +
                    std::to_string(norm(query.output)));
       }

@@ -11,6 +11,7 @@
 
 #include "reference/step.hpp"
 #include "support/results.hpp"
+#include "tolerance.hpp"
 
 namespace verkv::test {
 
@@ -29,21 +30,17 @@ struct Tally {
 
 double norm(const Vector& x);
 
-// The step computes in binary32, the reference in double. A logit l has an error of about 1e-6 |l|
-// (64 to 256 rounded products), so a weight has that relative error; D, the certificate and the
-// output inherit it. 1e-3 leaves room for logits up to a few hundred. A plan may end one token
-// earlier or later where the certificate of a prefix meets epsilon (or a key the price) to within
-// these errors; outputs are then of different plans and not compared. Certificates below 1e-18 lose
-// their variance, which is a sum of squares, to the smallest binary32 number.
+// A plan may end one token earlier or later where the certificate of a prefix meets epsilon (or a worth
+// the price) to within the tolerance; outputs are then of different plans and not compared.
 struct Tolerance {
-  double epsilon = 1e-3;
-  double lse = 1e-4;
-  double output = 1e-3;
+  double epsilon = tolerance::kStepEpsilon;
+  double lse = tolerance::kStepLse;
+  double output = tolerance::kStepOutput;
 };
 
 void compare(const CacheConfig& config, std::int64_t layer, const Result& result, std::size_t row,
              const std::vector<reference::StepAnswer>& answers, const std::string& what,
-             Tally& tally, const Tolerance& tolerance = {});
+             Tally& tally, const Tolerance& within = {});
 
 void report(const Tally& tally);
 

@@ -7,6 +7,7 @@
 
 #include "support/comparison.hpp"
 #include "support/test_backend.hpp"
+#include "tolerance.hpp"
 
 namespace verkv::test {
 
@@ -56,7 +57,7 @@ WorstError worst_error(const CacheConfig& config, std::int64_t layer, const Fill
       difference.push_back(static_cast<double>(result.output[at * expected.output.size() + j]) -
                            expected.output[j]);
     }
-    const double output = norm(difference) / (norm(expected.output) + 0.01);
+    const double output = norm(difference) / (norm(expected.output) + tolerance::kStepOutputFloor);
     const double lse = std::fabs(static_cast<double>(result.lse[at]) - expected.lse);
     // A comparison that NaN fails.
     if (!(output <= worst.output)) worst.output = output;

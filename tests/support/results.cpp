@@ -6,6 +6,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "tolerance.hpp"
+
 namespace verkv::test {
 
 Result attend(KvCacheManager& cache, std::int64_t layer, const std::vector<SequenceId>& sequences,
@@ -67,7 +69,7 @@ bool same_floats(const std::vector<float>& a, const std::vector<float>& b) {
     if (std::isfinite(x)) largest = std::max(largest, std::fabs(x));
   }
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [&](float x, float y) {
-           return x == y || std::fabs(x - y) <= 2e-5f * largest;
+           return x == y || std::fabs(x - y) <= static_cast<float>(tolerance::kRowOrder) * largest;
          });
 }
 

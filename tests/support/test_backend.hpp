@@ -1,9 +1,10 @@
-// The backend that the suite of the manager (kv_cache_manager_test.cpp) runs on: whichever source
+// The backend that the suite of the manager (tests/manager) runs on: whichever source
 // is linked, tests/support/cpu_test_backend.cpp or tests/cuda/cuda_test_backend.cpp. Cases with the
 // tag [cpu] speak of what only the CPU backend has.
 #ifndef VERKV_TESTS_SUPPORT_TEST_BACKEND_HPP
 #define VERKV_TESTS_SUPPORT_TEST_BACKEND_HPP
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -31,6 +32,11 @@ std::vector<std::string> reasons_against(const CacheConfig& config);
 
 // Of `count` trials those that the backend has time for; at least one.
 inline int trials(int count) { return (count + backend().thinning - 1) / backend().thinning; }
+
+// A size of a scene: on a backend that has little time the second, which proves the same.
+inline std::int64_t scene(std::int64_t full, std::int64_t small) {
+  return backend().thinning > 1 ? small : full;
+}
 
 }  // namespace verkv::test
 
