@@ -1,5 +1,6 @@
 // Reader of recorded caches. A file is a stranger: every number in it is checked before it is used,
 // and whatever is wrong with it ends in a FormatError that names tensor, value and limit.
+// Long because the checks of one format belong together.
 #include <verkv/recorded_cache.hpp>
 
 #include <algorithm>

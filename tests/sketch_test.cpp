@@ -42,8 +42,6 @@ Floats normal_vector(Random& random, int dim, double size = 1) {
   return x;
 }
 
-Vector doubles(const Floats& x) { return Vector(x.begin(), x.end()); }
-
 // The tables of 4 and of 2 bits by one name.
 struct Table {
   int bits;

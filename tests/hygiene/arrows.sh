@@ -22,7 +22,7 @@ recording | src/recorded_cache.*                                     | words rec
 cpu       | src/cpu/*                                                | words stages settings reports src | fmt hwy
 src       | src/*                                                    | words stages settings reports | fmt Eigen
 kernels   | cuda/*.cu cuda/*.cuh                                     | words stages src host   | cuda cub
-factory   | cuda/cuda_backend.cpp                                    | words stages settings reports manager src kernels host | cuda fmt
+factory   | cuda/cuda_cache.* cuda/cuda_backend.*                    | words stages settings reports manager src kernels host | cuda fmt
 host      | cuda/*                                                   | words stages settings reports src | cuda fmt
 common    | examples/common/*                                        | words stages settings reports manager recorded umbrella | fmt nlohmann unistd.h sys
 replay    | examples/replay/*                                        | words stages settings reports manager recorded umbrella common | fmt nlohmann CLI unistd.h
