@@ -147,7 +147,6 @@ void run_record(const Options& options) {
   recording.layers = options.layers;
   recording.steps = steps;
   recording.scores = {options.scores.begin(), options.scores.end()};
-  recording.model_note = file_name(options.model);
   const bool generated = options.text_file.empty();
   recording.source = generated ? fmt::format("generated {}, seed {}", name(options.text_kind), seed)
                                : file_name(options.text_file);
