@@ -12,7 +12,9 @@
 #include "compression.hpp"
 #include "head_tables.hpp"
 #include "layer.hpp"
+#include "manager_access.hpp"
 #include "number_check.hpp"
+#include "number_checks.hpp"
 #include "sizes.hpp"
 #include "staging.hpp"
 #include "step.hpp"
@@ -79,9 +81,7 @@ class CudaBackend final : public Backend {
     sequences_.clear();
   }
 
-  std::uint64_t graph_generation() const override {
-    return tables_.generation() + buffers_.generation();
-  }
+  std::uint64_t graph_generation() const { return tables_.generation() + buffers_.generation(); }
 
   std::string description() const override { return device_name_ + "; host tier: " + host_tier(); }
 
@@ -96,8 +96,9 @@ class CudaBackend final : public Backend {
       sequence->layers[i] = std::make_unique<LayerStore>(layers_[i].view, options_.require_pinned);
     }
     sequence->slot = tables_.find_free(stream_);
-    buffers_.reserve_rows(std::max(options_.rows, static_cast<std::int64_t>(sequences_.size()) + 1),
-                          stream_);
+    buffers_.reserve_rows(
+        std::max(options_.rows.value_or(0), static_cast<std::int64_t>(sequences_.size()) + 1),
+        stream_);
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       if (sequence->layers[i]) sequence->layers[i]->write_table(entries(i, *sequence), stream_);
     }
@@ -197,11 +198,11 @@ class CudaBackend final : public Backend {
     sequence.draw = draw;
   }
 
-  void attend(std::int64_t layer_index, const AttendBatch& batch,
-              std::span<QueryHeadReport> query_reports,
-              std::span<KvHeadReport> kv_reports) override {
+  void attend(std::int64_t layer_index, const AttendBatch& batch) override {
     const std::int64_t rows = static_cast<std::int64_t>(batch.sequences.size());
     if (rows == 0) return;
+    const bool staged = options_.views == MemorySpace::host;
+    if (staged) check_queries(batch);
     const CurrentDevice current(options_.device);
     const std::size_t index = size(layer_index);
     const Layer& layer = layers_[index];
@@ -223,26 +224,22 @@ class CudaBackend final : public Backend {
     step.query_type = batch.queries.type;
     step.counters = counters_.data() + index;
     buffers_.fill(step, index);
-    const bool staged = options_.views == MemorySpace::host;
     if (staged) {
       buffers_.stage_in(step, batch.queries, stream_);
     } else {
       step.queries = batch.queries.data;
       step.query_row_stride = batch.queries.token_stride;
       step.query_head_stride = batch.queries.head_stride;
-      step.bad = numbers_.device();  // the host has looked at its own
+      step.bad = numbers_.device();
       step.layer_index = layer_index;
       step.output = batch.output.data();
       step.lse = batch.lse.empty() ? nullptr : batch.lse.data();
     }
     VERKV_CUDA_CHECK(launch_step(step, stream_));
     if (staged) buffers_.stage_out(batch.output, batch.lse, stream_);
-    buffers_.copy_reports(query_reports, kv_reports, stream_);
-    if (staged || !query_reports.empty() || !kv_reports.empty()) stream_.synchronize();
+    buffers_.copy_reports(batch.query_reports, batch.kv_reports, stream_);
+    if (staged || !batch.query_reports.empty() || !batch.kv_reports.empty()) stream_.synchronize();
   }
-
-  bool host_views() const override { return options_.views == MemorySpace::host; }
-  bool counts_steps() const override { return true; }
 
   LayerStatistics statistics(std::int64_t layer) const override {
     const CurrentDevice current(options_.device);
@@ -258,11 +255,9 @@ class CudaBackend final : public Backend {
     stream_.clear(counters_);
   }
 
-  MemoryReport memory(SequenceId id) const override {
+  MemoryReport memory(SequenceId id, std::int64_t layer) const noexcept override {
     MemoryReport report;
-    for (const auto& store : find(id).layers) {
-      if (store) store->add_memory(report);
-    }
+    find(id).layers[size(layer)]->add_memory(report);
     return report;
   }
 
@@ -458,6 +453,13 @@ class CudaBackend final : public Backend {
 };
 
 }  // namespace
+
+std::uint64_t graph_generation(const Backend& backend) {
+  const auto* own = dynamic_cast<const CudaBackend*>(&backend);
+  if (own == nullptr)
+    throw InvalidArgument("the cache computes elsewhere: " + backend.description());
+  return own->graph_generation();
+}
 
 std::unique_ptr<Backend> make_backend(const CacheConfig& config, const CudaOptions& options) {
   return std::make_unique<CudaBackend>(config, options);

@@ -14,6 +14,10 @@ namespace verkv::cuda {
 // current. Throws InvalidArgument if the device cannot serve it, DeviceError if it refuses.
 std::unique_ptr<Backend> make_backend(const CacheConfig& config, const CudaOptions& options);
 
+// How often what a captured step holds on to has been replaced. Throws InvalidArgument for another
+// backend.
+std::uint64_t graph_generation(const Backend& backend);
+
 }  // namespace verkv::cuda
 
 #endif  // VERKV_CUDA_CUDA_BACKEND_HPP

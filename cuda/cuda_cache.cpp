@@ -7,9 +7,22 @@
 
 #include "cuda_backend.hpp"
 #include "cuda_error.hpp"
+#include "manager_access.hpp"
 #include "stream.hpp"
 
 namespace verkv {
+namespace {
+
+bool is_known(MemorySpace space) {
+  switch (space) {
+    case MemorySpace::host:
+    case MemorySpace::device:
+      return true;
+  }
+  return false;
+}
+
+}  // namespace
 
 int cuda_device_count() noexcept {
   int count = 0;
@@ -37,13 +50,22 @@ std::unique_ptr<KvCacheManager> make_cuda_cache(CacheConfig config, const CudaOp
     throw InvalidArgument("CUDA device " + std::to_string(options.device) + "; there are " +
                           std::to_string(devices));
   }
-  if (options.rows < 0) {
-    throw InvalidArgument("CudaOptions::rows is " + std::to_string(options.rows) +
+  if (options.rows && *options.rows < 0) {
+    throw InvalidArgument("CudaOptions::rows is " + std::to_string(*options.rows) +
                           "; it cannot be negative");
+  }
+  if (!is_known(options.views)) {
+    throw InvalidArgument("CudaOptions::views is " +
+                          std::to_string(static_cast<int>(options.views)) +
+                          "; not a value of its enumeration");
   }
   const cuda::CurrentDevice current(options.device);
   auto backend = cuda::make_backend(config, options);
-  return std::make_unique<KvCacheManager>(std::move(config), std::move(backend));
+  return ManagerAccess::make(std::move(config), std::move(backend));
+}
+
+std::uint64_t cuda_graph_generation(const KvCacheManager& manager) {
+  return ManagerAccess::ask(manager, cuda::graph_generation);
 }
 
 }  // namespace verkv

@@ -2,9 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <string>
-
-#include <verkv/error.hpp>
+#include "number_checks.hpp"
 
 namespace verkv::cuda {
 
@@ -18,20 +16,20 @@ void NumberCheck::raise(DType storage, const Stream& stream) const {
   stream.synchronize();
   if (bad.claimed == 0) return;
   stream.clear(found_);
-  const std::string place = fmt::format("{}, head {}, coordinate {} is {}; it must be finite",
-                                        bad.token, bad.head, bad.coordinate, bad.number);
-  const auto appended = [&](const char* what) {
-    return fmt::format(
-        "{} of sequence {}, layer {}: token {} and, stored as {}, not above {} in size", what,
-        bad.sequence, bad.layer, place, name(storage), largest_number(storage));
+  const NumberPlace place{bad.token, bad.head, bad.coordinate};
+  const auto refuse_appended = [&](const char* what) {
+    refuse_stored(fmt::format("{} of sequence {}, layer {}", what, bad.sequence, bad.layer), place,
+                  bad.number, storage);
   };
   switch (bad.source) {
     case NumberSource::queries:
-      throw InvalidArgument(fmt::format("queries of a step, layer {}: row {}", bad.layer, place));
+      refuse_query(fmt::format("queries of a step, layer {}", bad.layer), place, bad.number);
     case NumberSource::values:
-      throw InvalidArgument(appended("values"));
+      refuse_appended("values");
+      break;
     case NumberSource::keys:
-      throw InvalidArgument(appended("keys"));
+      refuse_appended("keys");
+      break;
   }
 }
 

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,10 +31,10 @@ struct CudaOptions {
   // makes one that keeps order with the legacy default stream.
   void* stream = nullptr;
   MemorySpace views = MemorySpace::host;
-  // Most rows of a batch, padding included: create_sequence makes room for them. 0: as many as
+  // Most rows of a batch, padding included: create_sequence makes room for them. None: as many as
   // there are sequences. A larger batch makes room by itself, which waits for the device; inside a
   // capture it is refused with CapacityError.
-  std::int64_t rows = 0;
+  std::optional<std::int64_t> rows = std::nullopt;
   // true: where the system refuses to pin memory for the host tier, the call that needs it throws
   // DeviceError. false: pageable memory that the device can read in place stands in, slower;
   // KvCacheManager::description says so, and MemoryReport::pageable_bytes how much.
@@ -49,10 +50,16 @@ VERKV_API std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& c
 
 // Every decision (samples, certificates, fetch lists) is that of make_cpu_cache with the same
 // configuration, bit for bit; outputs agree to rounding. CacheConfig::threads and
-// StudyConfig::vector_code have no meaning here. Throws InvalidArgument with the reasons above, on a negative number of
-// rows or on a device that does not exist, DeviceError if the device refuses.
+// StudyConfig::vector_code have no meaning here. Throws InvalidArgument with the reasons above, on a
+// memory space outside its enumeration, on a negative number of rows or on a device that does not
+// exist; DeviceError if the device refuses.
 VERKV_API std::unique_ptr<KvCacheManager> make_cuda_cache(CacheConfig config,
                                                           const CudaOptions& options = {});
+
+// Another number than before means that graphs in which steps of this manager were captured hold on
+// to memory or sizes that are no longer right: capture anew (docs/cuda.md). Throws InvalidArgument
+// for a manager that make_cuda_cache has not made.
+VERKV_API std::uint64_t cuda_graph_generation(const KvCacheManager& manager);
 
 }  // namespace verkv
 

@@ -1,15 +1,22 @@
-// The only header an engine includes: configuration, sequences, append, compress, attend, reports.
+// The front door: what an engine on the CPU includes, and all that it calls.
+//
+//   verkv::CacheConfig config;                          // settings.hpp; all else has defaults:
+//   config.layers = shapes_of_all_layers;               //   shapes
+//   config.storage = verkv::DType::f16;                 //   keys and values in both tiers
+//   config.keep = 1.0 / 16;                             //   share of tokens that stays resident
+//   config.fetch.risk = 1e-4;                           //   price of moving a token
+//   config.fetch.epsilon = 0.3;                         //   certified error of the denominator
+//   config.fast_bytes_limit = bytes;                    //   most memory on the fast tier
 //
 //   auto cache = verkv::make_cpu_cache(config);
 //   auto sequence = cache->create_sequence();
-//   cache->append(sequence, layer, keys, values);      // prefill, chunked prefill and decode alike
+//   cache->append(sequence, layer, keys, values);       // prefill, chunked prefill and decode
 //   cache->compress(sequence, importance_of_all_layers);
-//   cache->attend(layer, batch);                       // verify, fetch what is needed, attend
+//   cache->attend(layer, batch);                        // verify, fetch what is needed, attend
 //
-// Everything that throws leaves the cache as it was. Keys are given as the model attends to them
-// (after RoPE). Threads: any thread may call; calls to one manager take turns and block until done.
-// With views in a device's memory some calls only enqueue, and find bad numbers later:
-// docs/cuda.md.
+// A call that throws leaves the cache as it was. Keys are given as the model attends to them (after
+// RoPE). Any thread may call; calls to one manager take turns and block until done. With views in a
+// device's memory some calls only enqueue, and find bad numbers later: docs/cuda.md.
 #ifndef VERKV_KV_CACHE_MANAGER_HPP
 #define VERKV_KV_CACHE_MANAGER_HPP
 
@@ -26,13 +33,11 @@
 
 namespace verkv {
 
-class Backend;
+struct ManagerAccess;  // the library's own
 
+// The keys and values of many sequences on two tiers. Made by make_cpu_cache or make_cuda_cache.
 class VERKV_API KvCacheManager {
  public:
-  // Takes a configuration that unsupported_reasons() accepts; throws InvalidArgument with the
-  // reasons otherwise.
-  KvCacheManager(CacheConfig config, std::unique_ptr<Backend> backend);
   ~KvCacheManager();
   KvCacheManager(const KvCacheManager&) = delete;
   KvCacheManager& operator=(const KvCacheManager&) = delete;
@@ -42,53 +47,64 @@ class VERKV_API KvCacheManager {
   // tier is held now.
   std::string description() const;
 
-  // An empty sequence. `draw` names its random draws together with the seed: equal (seed, draw)
-  // means equal samples. The default gives each sequence its own.
+  // ---- Sequences
+
+  // An empty sequence. `draw` names its random draws together with CacheConfig::seed: equal
+  // (seed, draw) means equal samples. Without `draw` each sequence gets a name of its own.
   SequenceId create_sequence();
   SequenceId create_sequence(std::uint64_t draw);
-  // Frees everything of the sequence. Throws InvalidArgument if unknown.
+  // Frees everything of the sequence. Throws InvalidArgument if it is unknown.
   void erase(SequenceId sequence);
-  // Tokens appended to `layer`; of them, how many have been compressed (the rest are the local
-  // window).
+  // Tokens appended to `layer`, and how many of those have been compressed; the rest is the local
+  // window. Throw InvalidArgument on an unknown sequence or a layer that is not cached.
   std::int64_t tokens(SequenceId sequence, std::int64_t layer) const;
   std::int64_t compressed_tokens(SequenceId sequence, std::int64_t layer) const;
 
+  // ---- Tokens
+
   // Adds tokens to one layer: keys [token][KV head][key_dim], values [token][KV head][value_dim],
-  // any strides and types, converted to the storage type. Zero tokens are fine. Throws
-  // InvalidArgument on a wrong shape or on a number that is not finite or does not fit the storage
-  // type, CapacityError on a byte limit. During decode, when the local window has outgrown
-  // local_tokens + chunk_tokens, its oldest chunk_tokens are compressed with the root mean square
-  // of the attention probability they received as importance (only in sequences that have been
-  // compressed before). Tokens that no step has attended to yet have no score and share the budget
-  // evenly; to give a second prompt its own importance, leave chunk_tokens without a value and call compress.
+  // any strides and types, converted to CacheConfig::storage. Zero tokens are fine. The cost does
+  // not depend on the number of sequences.
+  // During decode a local window that has outgrown local_tokens + chunk_tokens gives up its oldest
+  // chunk_tokens: they are compressed with the root mean square of the attention probability they
+  // received as importance. Only sequences that `compress` has been called for do so. Tokens that no
+  // step has attended to have no score and share the budget evenly; to give a second prompt its own
+  // importance, leave chunk_tokens without a value and call compress.
+  // Throws InvalidArgument on a wrong shape or type, and on a number that is not finite or does not
+  // fit the storage type; CapacityError on a byte limit.
   void append(SequenceId sequence, std::int64_t layer, const TensorView& keys,
               const TensorView& values);
 
   // Compresses every layer: all tokens but the last local_tokens leave the fast tier, except those
-  // drawn. importance: one view per layer of the configuration, scores [KV head][token] of the
-  // tokens not yet compressed (all of them the first time), local window included. Layers that are
-  // not cached or dense are ignored and may be empty. Scores need no normalisation; only ratios
-  // within a pool matter. Throws InvalidArgument on a NaN, negative or infinite score, naming
-  // layer, head and token, and on a wrong shape.
-  // prompt_queries: what a calibrated sketch is made for at the first compression, one view per
-  // layer, [position][query head][key_dim], after RoPE as in attend; some 64 late positions of the
-  // prompt do. A layer's view may be empty (0 positions), and so may all of them: then only keys
-  // and importance shape the sketch, which costs accuracy. Later compressions and other sketches
-  // use none; so does a first one that leaves all tokens in the local window, whose successor
-  // during decode knows no queries. Throws InvalidArgument on a wrong shape, and where they are
-  // used, on a number that is not finite.
+  // drawn.
+  // importance: one view per layer of the configuration, scores [KV head][token] of the tokens not
+  // yet compressed (all of them the first time), local window included. Layers that are dense or not
+  // cached are ignored; their views may be empty. Scores need no normalisation: only ratios within a
+  // pool matter.
+  // prompt_queries: one view per layer, [position][query head][key_dim], after RoPE as in attend;
+  // some 64 late positions of the prompt do. A calibrated sketch is made for them at the first
+  // compression; later compressions and the exact sketch use none. A layer's view may have 0
+  // positions, and all views may be left out: keys and importance alone then shape the sketch, which
+  // costs accuracy. A first call that leaves all tokens in the local window uses none either, and the
+  // compression of that window during decode knows no queries.
+  // Throws InvalidArgument on a wrong shape or type, on a score that is negative or not finite
+  // (naming layer, head and token), and on a query that is used and not finite.
   void compress(SequenceId sequence, std::span<const ImportanceView> importance,
                 std::span<const TensorView> prompt_queries = {});
 
-  // Attention of one query token per row. Allocates nothing (on a device: unless the batch has more
-  // rows than room was made for, CudaOptions::rows). Throws InvalidArgument on a wrong
-  // shape, an unknown or repeated sequence, or a query that is not finite (queries in a device's
-  // memory: a later call does, see docs/cuda.md).
+  // Attention of one query token per row, over all tokens of the row's sequence in `layer`:
+  //   output = sum_i softmax(logit)_i value_i,   logit_i = scale * q.k_i (soft-capped)
+  // In a decode step `append` comes first and `attend` second: a token attends to itself.
+  // Allocates nothing; on a device, nothing unless the batch has more rows than there is room for
+  // (CudaOptions::rows). Blocks until outputs and reports are written, except with views in a
+  // device's memory.
+  // Throws InvalidArgument on a wrong shape or type, an unknown or repeated sequence, or a query that
+  // is not finite (in a device's memory: a later call throws).
   void attend(std::int64_t layer, const AttendBatch& batch);
-  // Another number than before means that graphs in which steps were captured hold on to memory or
-  // sizes that are no longer right: capture anew (docs/cuda.md). Always 0 on the CPU.
-  std::uint64_t graph_generation() const;
 
+  // ---- Reports
+
+  // Of all sequences, and of one. The cost of the former does not depend on the number of sequences.
   MemoryReport memory() const;
   MemoryReport memory(SequenceId sequence) const;
   LayerStatistics statistics(std::int64_t layer) const;
@@ -100,11 +116,15 @@ class VERKV_API KvCacheManager {
   void redraw(SequenceId sequence, std::uint64_t draw);
 
  private:
+  friend struct ManagerAccess;
   struct Impl;
+  explicit KvCacheManager(std::unique_ptr<Impl> impl);
+
   std::unique_ptr<Impl> impl_;
 };
 
 // A manager whose two tiers are both in main memory: the specification, and what runs everywhere.
+// Throws InvalidArgument with all of unsupported_reasons(config), if there are any.
 VERKV_API std::unique_ptr<KvCacheManager> make_cpu_cache(CacheConfig config);
 
 }  // namespace verkv

@@ -1,4 +1,7 @@
 // Non-owning views with 64-bit strides. Trivially copyable, so they may go to a kernel by value.
+//
+// A call reads its views and keeps none of them. Views of one call may overlap each other; rows of
+// one view may not overlap. Outputs (AttendBatch) may overlap nothing that the call is given.
 #ifndef VERKV_VIEW_HPP
 #define VERKV_VIEW_HPP
 
@@ -9,8 +12,10 @@
 namespace verkv {
 
 // A 3-d block [token][head][dim] of caller memory in any layout whose innermost dimension is dense.
-// Strides are in elements. [head][token][dim] is the same view with the two strides exchanged.
+// Strides are in elements, and may be negative. [head][token][dim] is the same view with the two
+// strides exchanged.
 struct TensorView {
+  // Of element (0, 0, 0); may be null where there are no tokens.
   const void* data = nullptr;
   DType type = DType::f32;
   std::int64_t tokens = 0;
@@ -38,7 +43,7 @@ inline TensorView head_major(const void* data, DType type, std::int64_t tokens, 
   return {data, type, tokens, heads, dim, dim, tokens * dim};
 }
 
-// Importance scores [head][token] of one layer, float; strides in elements, tokens dense.
+// Importance scores [head][token] of one layer; head_stride in elements, tokens dense.
 struct ImportanceView {
   const float* data = nullptr;
   std::int64_t heads = 0;

@@ -12,13 +12,14 @@
 #include <verkv/kv_cache_manager.hpp>
 #include <verkv/sample.hpp>
 
-#include "backend.hpp"
 #include "compression.hpp"
 #include "cpu/head_store.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/step.hpp"
 #include "cpu/workspace.hpp"
 #include "fetch_rules.hpp"
+#include "manager_access.hpp"
+#include "number_checks.hpp"
 #include "settings.hpp"
 #include "thread_pool.hpp"
 
@@ -31,26 +32,6 @@ struct Sequence {
   std::vector<bool> compressed_before;         // [layer]; only then does decode compress by itself
 };
 
-// Throws InvalidArgument unless every number is finite and fits the storage type.
-void check_fits(const char* what, const TensorView& view, DType storage) {
-  const float limit = largest_number(storage);
-  with_element(view.type, [&](auto zero) {
-    for (std::int64_t t = 0; t < view.tokens; ++t) {
-      for (std::int64_t h = 0; h < view.heads; ++h) {
-        const auto* row = static_cast<const decltype(zero)*>(view.row(t, h));
-        for (std::int64_t j = 0; j < view.dim; ++j) {
-          const float x = to_float(row[j]);
-          if (std::fabs(x) <= limit) continue;  // false for NaN
-          throw InvalidArgument(fmt::format(
-              "{}: token {}, head {}, coordinate {} is {}; it must be finite and, stored as {}, "
-              "not above {} in size",
-              what, t, h, j, x, name(storage), limit));
-        }
-      }
-    }
-  });
-}
-
 class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(const CacheConfig& config)
@@ -58,7 +39,8 @@ class CpuBackend final : public Backend {
         compressor_(config),
         kernels_(config.study.vector_code ? vector_kernels() : scalar_kernels()),
         pool_(config.threads.value_or(0)),
-        workspaces_(pool_.size(), fetch_rules(config)) {
+        workspaces_(pool_.size(), fetch_rules(config)),
+        statistics_(config.layers.size()) {
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
       LayerShape shape;
       shape.config = config.layers[i];
@@ -81,6 +63,7 @@ class CpuBackend final : public Backend {
   }
 
   void create(SequenceId id, std::uint64_t draw) override {
+    reserve_reports(static_cast<std::int64_t>(sequences_.size()) + 1);
     auto sequence = std::make_unique<Sequence>();
     sequence->draw = draw;
     sequence->layers.resize(shapes_.size());
@@ -107,8 +90,8 @@ class CpuBackend final : public Backend {
     const std::size_t layer = static_cast<std::size_t>(layer_index);
     const LayerShape& shape = shapes_[layer];
     Sequence& sequence = find(id);
-    check_fits("keys", keys, config_.storage);
-    check_fits("values", values, config_.storage);
+    check_stored("keys", keys, config_.storage);
+    check_stored("values", values, config_.storage);
     std::vector<HeadStore>& heads = sequence.layers[layer];
     for (HeadStore& head : heads) head.reserve_append(shape, keys.tokens);
     make_room(layer, heads.front().tokens() + keys.tokens);
@@ -156,12 +139,19 @@ class CpuBackend final : public Backend {
     sequence.draw = draw;
   }
 
-  void attend(std::int64_t layer_index, const AttendBatch& batch,
-              std::span<QueryHeadReport> query_reports,
-              std::span<KvHeadReport> kv_reports) override {
+  void attend(std::int64_t layer_index, const AttendBatch& batch) override {
+    check_queries(batch);
     const std::size_t layer = static_cast<std::size_t>(layer_index);
     const LayerShape& shape = shapes_[layer];
     const LayerConfig& c = shape.config;
+    const std::int64_t rows = static_cast<std::int64_t>(batch.sequences.size());
+    // Padding rows may make the batch larger than the number of sequences; only then is there
+    // something to grow.
+    reserve_reports(rows);
+    const std::span<QueryHeadReport> query_reports =
+        batch.query_reports.empty() ? std::span(query_reports_) : batch.query_reports;
+    const std::span<KvHeadReport> kv_reports =
+        batch.kv_reports.empty() ? std::span(kv_reports_) : batch.kv_reports;
     const auto task = [&](int worker, std::int64_t index) {
       const std::int64_t row = index / c.kv_heads;
       const std::int64_t head = index % c.kv_heads;
@@ -190,21 +180,70 @@ class CpuBackend final : public Backend {
                sequence.layers[layer][static_cast<std::size_t>(head)], workspaces_.of(worker),
                step);
     };
-    pool_.run(static_cast<std::int64_t>(batch.sequences.size()) * c.kv_heads, task);
+    pool_.run(rows * c.kv_heads, task);
+    count(layer, batch, query_reports, kv_reports);
   }
 
-  MemoryReport memory(SequenceId id) const override {
+  LayerStatistics statistics(std::int64_t layer) const override {
+    return statistics_[static_cast<std::size_t>(layer)];
+  }
+
+  void reset_statistics() override {
+    std::fill(statistics_.begin(), statistics_.end(), LayerStatistics{});
+  }
+
+  MemoryReport memory(SequenceId id, std::int64_t layer) const noexcept override {
+    const std::size_t index = static_cast<std::size_t>(layer);
     MemoryReport report;
-    const Sequence& sequence = find(id);
-    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
-      for (const HeadStore& head : sequence.layers[layer]) head.add_memory(shapes_[layer], report);
-    }
+    for (const HeadStore& head : find(id).layers[index]) head.add_memory(shapes_[index], report);
     return report;
   }
 
   std::int64_t workspace_bytes() const override { return workspaces_.bytes(); }
 
  private:
+  // Reports of a step of this many rows, for where the caller wants none.
+  void reserve_reports(std::int64_t rows) {
+    std::int64_t query_heads = 0;
+    std::int64_t kv_heads = 0;
+    for (const LayerShape& shape : shapes_) {
+      if (!shape.config.cached) continue;
+      query_heads = std::max(query_heads, shape.config.query_heads);
+      kv_heads = std::max(kv_heads, shape.config.kv_heads);
+    }
+    const std::size_t query_count = static_cast<std::size_t>(rows * query_heads);
+    const std::size_t kv_count = static_cast<std::size_t>(rows * kv_heads);
+    if (query_reports_.size() < query_count) query_reports_.resize(query_count);
+    if (kv_reports_.size() < kv_count) kv_reports_.resize(kv_count);
+  }
+
+  void count(std::size_t layer, const AttendBatch& batch,
+             std::span<const QueryHeadReport> query_reports,
+             std::span<const KvHeadReport> kv_reports) {
+    const std::size_t query_heads = static_cast<std::size_t>(shapes_[layer].config.query_heads);
+    const std::size_t kv_heads = static_cast<std::size_t>(shapes_[layer].config.kv_heads);
+    LayerStatistics& statistics = statistics_[layer];
+    for (std::size_t row = 0; row < batch.sequences.size(); ++row) {
+      const SequenceId id = batch.sequences[row];
+      if (id == kNoSequence) continue;
+      ++statistics.steps;
+      for (const QueryHeadReport& report : query_reports.subspan(row * query_heads, query_heads)) {
+        ++statistics.decisions;
+        statistics.certified += report.certified;
+        statistics.fetching += report.planned_tokens > 0;
+        statistics.planned_tokens += report.planned_tokens;
+      }
+      const std::int64_t held = tokens(id, static_cast<std::int64_t>(layer));
+      for (const KvHeadReport& report : kv_reports.subspan(row * kv_heads, kv_heads)) {
+        statistics.fetched_tokens += report.fetched_tokens;
+        statistics.moved_tokens += report.moved_tokens;
+        statistics.moved_bytes += report.moved_bytes;
+        statistics.resident_tokens += report.resident_tokens;
+        statistics.cached_tokens += held;
+      }
+    }
+  }
+
   Sequence& find(SequenceId id) { return *sequences_.find(id.value)->second; }
   const Sequence& find(SequenceId id) const { return *sequences_.find(id.value)->second; }
 
@@ -276,6 +315,9 @@ class CpuBackend final : public Backend {
   std::vector<LayerShape> shapes_;
   Workspaces workspaces_;
   std::unordered_map<std::int64_t, std::unique_ptr<Sequence>> sequences_;
+  std::vector<LayerStatistics> statistics_;
+  std::vector<QueryHeadReport> query_reports_;
+  std::vector<KvHeadReport> kv_reports_;
 };
 
 }  // namespace
@@ -286,7 +328,7 @@ namespace verkv {
 std::unique_ptr<KvCacheManager> make_cpu_cache(CacheConfig config) {
   check_config(config);
   auto backend = std::make_unique<cpu::CpuBackend>(config);
-  return std::make_unique<KvCacheManager>(std::move(config), std::move(backend));
+  return ManagerAccess::make(std::move(config), std::move(backend));
 }
 
 }  // namespace verkv

@@ -654,10 +654,10 @@ TEST_CASE("padding rows in a capture") {
     scene.attend(1);
     REQUIRE(scene.answers(1));
     // Outside a capture they make room by themselves, which graphs do not outlive.
-    const std::uint64_t before = scene.twins().cuda->graph_generation();
+    const std::uint64_t before = verkv::cuda_graph_generation(*scene.twins().cuda);
     scene.twins().cuda->attend(0, scene.batch(0, 4));
     REQUIRE(scene.answers(0));
-    REQUIRE(scene.twins().cuda->graph_generation() != before);
+    REQUIRE(verkv::cuda_graph_generation(*scene.twins().cuda) != before);
   }
   CudaOptions negative;
   negative.rows = -1;
@@ -668,17 +668,17 @@ TEST_CASE("the graph generation changes when captured sizes or addresses do, and
   GraphScene scene;
   KvCacheManager& cache = *scene.twins().cuda;
   scene.attend(0);
-  std::uint64_t generation = cache.graph_generation();
+  std::uint64_t generation = verkv::cuda_graph_generation(cache);
   scene.attend(1);
   scene.twins().append(scene.id(0), 1);
-  REQUIRE(cache.graph_generation() == generation);
+  REQUIRE(verkv::cuda_graph_generation(cache) == generation);
   // Beyond the room of a quarter, at least 256 tokens.
   scene.twins().append(scene.id(0), 500);
-  REQUIRE(cache.graph_generation() != generation);
-  generation = cache.graph_generation();
+  REQUIRE(verkv::cuda_graph_generation(cache) != generation);
+  generation = verkv::cuda_graph_generation(cache);
   for (int i = 0; i < 8; ++i) scene.twins().create();
-  REQUIRE(cache.graph_generation() != generation);
-  REQUIRE(scene.twins().cpu->graph_generation() == 0);
+  REQUIRE(verkv::cuda_graph_generation(cache) != generation);
+  REQUIRE_THROWS_AS(verkv::cuda_graph_generation(*scene.twins().cpu), InvalidArgument);
 }
 
 TEST_CASE("bad input changes nothing") {

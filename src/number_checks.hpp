@@ -1,0 +1,35 @@
+// Numbers that a backend refuses, and the sentences it refuses them with. The manager checks shapes;
+// a backend checks numbers, where and when it reads them.
+#ifndef VERKV_SRC_NUMBER_CHECKS_HPP
+#define VERKV_SRC_NUMBER_CHECKS_HPP
+
+#include <cstdint>
+#include <string_view>
+
+#include <verkv/config.hpp>
+#include <verkv/reports.hpp>
+#include <verkv/types.hpp>
+#include <verkv/view.hpp>
+
+namespace verkv {
+
+struct NumberPlace {
+  std::int64_t token = 0;  // of queries: the row of the batch
+  std::int64_t head = 0;
+  std::int64_t coordinate = 0;
+};
+
+// Throw InvalidArgument. what: keys, values or queries, and which if that is not plain.
+[[noreturn]] VERKV_API void refuse_stored(std::string_view what, const NumberPlace& place,
+                                          float number, DType storage);
+[[noreturn]] VERKV_API void refuse_query(std::string_view what, const NumberPlace& place,
+                                         float number);
+
+// Throw InvalidArgument unless every number of a view that the host can read is finite and fits the
+// storage type, or is finite in every row that is not padding.
+VERKV_API void check_stored(std::string_view what, const TensorView& view, DType storage);
+VERKV_API void check_queries(const AttendBatch& batch);
+
+}  // namespace verkv
+
+#endif  // VERKV_SRC_NUMBER_CHECKS_HPP

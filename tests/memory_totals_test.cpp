@@ -1,0 +1,204 @@
+// The manager's running totals of memory: equal to the sum over sequences, and kept without asking
+// for any sequence but the one that a call is about.
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <verkv/kv_cache_manager.hpp>
+
+#include "catch.hpp"
+#include "manager_access.hpp"
+#include "reference/statistics.hpp"
+
+namespace {
+
+using verkv::AttendBatch;
+using verkv::CacheConfig;
+using verkv::CapacityError;
+using verkv::DType;
+using verkv::ImportanceView;
+using verkv::KvCacheManager;
+using verkv::LayerStatistics;
+using verkv::MemoryReport;
+using verkv::SequenceId;
+using verkv::TensorView;
+using verkv::reference::Random;
+
+constexpr std::int64_t kDim = 8;
+
+std::vector<std::int64_t> fields(const MemoryReport& r) {
+  return {r.resident_bytes, r.sketch_bytes,    r.metadata_bytes, r.host_bytes,
+          r.basis_bytes,    r.workspace_bytes, r.reserved_bytes, r.pageable_bytes};
+}
+
+// The sum that the totals have to be.
+std::vector<std::int64_t> summed(const KvCacheManager& cache,
+                                 const std::vector<SequenceId>& sequences) {
+  std::vector<std::int64_t> sum = fields({.workspace_bytes = cache.memory().workspace_bytes});
+  for (const SequenceId id : sequences) {
+    const std::vector<std::int64_t> one = fields(cache.memory(id));
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += one[i];
+  }
+  return sum;
+}
+
+TEST_CASE("Totals of memory are the sum over sequences after any operations") {
+  for (const std::uint32_t seed : {1u, 2u, 3u}) {
+    Random random(seed);
+    CacheConfig config;
+    config.layers.assign(3, {.kv_heads = 2, .query_heads = 4, .key_dim = kDim, .value_dim = kDim});
+    config.layers[1].dense = true;
+    config.layers[2].cached = seed != 2;
+    config.keep = 0.25;
+    config.local_tokens = 4;
+    config.chunk_tokens = 8;
+    config.threads = 1;
+    config.fast_bytes_limit = 20'000;
+    const auto cache = verkv::make_cpu_cache(config);
+    std::vector<SequenceId> sequences;
+    std::vector<float> numbers(static_cast<std::size_t>(64 * 4 * kDim));
+    for (float& x : numbers) x = static_cast<float>(random.normal());
+    const std::vector<float> scores(5000, 1.0f);
+    int refused = 0;
+    int compressed = 0;
+    for (int step = 0; step < 400; ++step) {
+      const std::size_t what = random.below(10);
+      if (sequences.empty() || what == 0) sequences.push_back(cache->create_sequence());
+      const std::size_t at = random.below(sequences.size());
+      const SequenceId id = sequences[at];
+      if (what == 1) {
+        cache->erase(id);
+        sequences.erase(sequences.begin() + static_cast<std::ptrdiff_t>(at));
+      } else if (what == 2) {
+        std::vector<ImportanceView> views(3);
+        for (const std::int64_t layer : {0, 2}) {
+          if (!config.layers[static_cast<std::size_t>(layer)].cached) continue;
+          const std::int64_t open = cache->tokens(id, layer) - cache->compressed_tokens(id, layer);
+          views[static_cast<std::size_t>(layer)] = {scores.data(), 2, open, open};
+        }
+        cache->compress(id, views);
+        ++compressed;
+      } else if (what == 3) {
+        cache->redraw(id, random.bits());
+      } else {
+        const std::int64_t tokens = static_cast<std::int64_t>(random.below(24));
+        const std::int64_t layer = static_cast<std::int64_t>(random.below(seed != 2 ? 3 : 2));
+        const TensorView rows = verkv::token_major(numbers.data(), DType::f32, tokens, 2, kDim);
+        TensorView bad = rows;
+        bad.type = DType::bf16;  // halves of binary32 numbers: some are not finite
+        try {
+          cache->append(id, layer, rows, random.below(8) == 0 ? bad : rows);
+        } catch (const CapacityError&) {
+          ++refused;
+        } catch (const verkv::InvalidArgument&) {
+        }
+      }
+      REQUIRE(fields(cache->memory()) == summed(*cache, sequences));
+    }
+    CHECK(refused > 5);
+    CHECK(compressed > 5);
+    for (const SequenceId id : sequences) cache->erase(id);
+    sequences.clear();
+    CHECK(fields(cache->memory()) == summed(*cache, sequences));
+  }
+}
+
+// Counts what the manager asks for. A sequence's layer holds 10 bytes a token.
+class CountingBackend final : public verkv::Backend {
+ public:
+  std::string description() const override { return "counting"; }
+  void create(SequenceId id, std::uint64_t) override { touched(id), lengths_[id.value]; }
+  void release(SequenceId id) noexcept override { touched(id), lengths_.erase(id.value); }
+  std::int64_t tokens(SequenceId id, std::int64_t layer) const override {
+    touched(id);
+    return length(id, layer);
+  }
+  std::int64_t compressed_tokens(SequenceId id, std::int64_t) const override {
+    return touched(id), 0;
+  }
+  void append(SequenceId id, std::int64_t layer, const TensorView& keys,
+              const TensorView&) override {
+    touched(id);
+    lengths_[id.value][layer] += keys.tokens;
+    if (fails) throw verkv::DeviceError("after memory was taken", 2, true);
+  }
+  void compress(SequenceId id, std::span<const ImportanceView>,
+                std::span<const TensorView>) override {
+    touched(id);
+  }
+  void redraw(SequenceId id, std::uint64_t) override { touched(id); }
+  void attend(std::int64_t, const AttendBatch&) override {}
+  LayerStatistics statistics(std::int64_t) const override { return {}; }
+  void reset_statistics() override {}
+  MemoryReport memory(SequenceId id, std::int64_t layer) const noexcept override {
+    touched(id);
+    return {.resident_bytes = 10 * length(id, layer), .host_bytes = 10 * length(id, layer)};
+  }
+  std::int64_t workspace_bytes() const override { return 0; }
+
+  bool fails = false;
+  mutable std::int64_t calls = 0;
+  mutable std::set<std::int64_t> asked_for;
+
+ private:
+  void touched(SequenceId id) const {
+    ++calls;
+    asked_for.insert(id.value);
+  }
+  std::int64_t length(SequenceId id, std::int64_t layer) const {
+    const auto& layers = lengths_.at(id.value);
+    const auto found = layers.find(layer);
+    return found == layers.end() ? 0 : found->second;
+  }
+
+  std::map<std::int64_t, std::map<std::int64_t, std::int64_t>> lengths_;
+};
+
+TEST_CASE("An append under byte limits asks for its own sequence only") {
+  CacheConfig config;
+  config.layers.assign(50, {.kv_heads = 1, .query_heads = 1, .key_dim = kDim, .value_dim = kDim});
+  config.fast_bytes_limit = 1'000'000;
+  config.host_bytes_limit = 1'000'000;
+  std::vector<float> numbers(kDim);
+  const TensorView row = verkv::token_major(numbers.data(), DType::f32, 1, 1, kDim);
+  std::optional<std::int64_t> calls;
+  for (const int others : {0, 1, 1000}) {
+    auto owned = std::make_unique<CountingBackend>();
+    CountingBackend& backend = *owned;
+    const auto cache = verkv::ManagerAccess::make(config, std::move(owned));
+    const SequenceId id = cache->create_sequence();
+    for (int i = 0; i < others; ++i) cache->append(cache->create_sequence(), 0, row, row);
+    backend.calls = 0;
+    backend.asked_for.clear();
+    cache->append(id, 7, row, row);
+    CHECK(backend.asked_for == std::set<std::int64_t>{id.value});
+    CHECK(backend.calls < 10);  // nor does it walk the 50 layers
+    CHECK(backend.calls == calls.value_or(backend.calls));
+    calls = backend.calls;
+    CHECK(cache->memory().host_bytes == 10 * (others + 1));
+    CHECK(backend.asked_for.size() == 1);
+  }
+}
+
+TEST_CASE("Totals stay right where a call fails after it has taken memory") {
+  CacheConfig config;
+  config.layers = {{.kv_heads = 1, .query_heads = 1, .key_dim = kDim, .value_dim = kDim}};
+  auto owned = std::make_unique<CountingBackend>();
+  CountingBackend& backend = *owned;
+  const auto cache = verkv::ManagerAccess::make(config, std::move(owned));
+  const SequenceId id = cache->create_sequence();
+  std::vector<float> numbers(kDim);
+  const TensorView row = verkv::token_major(numbers.data(), DType::f32, 1, 1, kDim);
+  backend.fails = true;
+  CHECK_THROWS_AS(cache->append(id, 0, row, row), verkv::DeviceError);
+  CHECK(cache->memory().host_bytes == cache->memory(id).host_bytes);
+  CHECK(cache->memory().host_bytes == 10);
+  cache->erase(id);
+  CHECK(cache->memory().host_bytes == 0);
+}
+
+}  // namespace
