@@ -4,7 +4,6 @@
 #include <verkv/recorded_cache.hpp>
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <charconv>
 #include <cmath>
@@ -13,15 +12,15 @@
 #include <filesystem>
 #include <fstream>
 #include <ios>
-#include <limits>
 #include <optional>
-#include <set>
 #include <string_view>
 #include <system_error>
 #include <utility>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
+
+#include "safetensors_header.hpp"
 
 namespace verkv {
 
@@ -33,72 +32,11 @@ using Json = nlohmann::json;
 
 // The limit that the format itself sets.
 constexpr std::uint64_t kHeaderLimit = 100'000'000;
-// Tensors are two levels deep; more is not a safetensors header, and a parser may be asked for much
-// more.
-constexpr std::size_t kDepthLimit = 8;
 constexpr std::int64_t kLayerLimit = 1'000'000;
 // Of every tensor in memory. Files align none.
 constexpr std::uint64_t kAlignment = 64;
 
 constexpr std::string_view kImportancePrefix = "importance.";
-
-// A tensor as the header describes it, offsets checked.
-struct Entry {
-  std::string name;
-  std::string type;
-  std::vector<std::int64_t> shape;
-  std::uint64_t begin = 0;  // in the data section
-  std::uint64_t end = 0;
-};
-
-// Names come from the file: cut, and free of what would upset a terminal.
-std::string in_quotes(std::string_view text) {
-  constexpr std::size_t longest = 80;
-  std::string result = "'";
-  for (const char c : text.substr(0, longest)) result += c >= ' ' && c <= '~' ? c : '?';
-  if (text.size() > longest) result += "...";
-  return result + "'";
-}
-
-std::string shown(const std::vector<std::int64_t>& shape) {
-  return fmt::format("[{}]", fmt::join(shape, ", "));
-}
-
-// Errors of one file, all prefixed with its path.
-class Complaints {
- public:
-  explicit Complaints(std::string path) : path_(std::move(path)) {}
-
-  template <class... Args>
-  [[noreturn]] void fail(fmt::format_string<Args...> text, Args&&... args) const {
-    throw FormatError(path_ + ": " + fmt::format(text, std::forward<Args>(args)...));
-  }
-
- private:
-  std::string path_;
-};
-
-std::optional<std::uint64_t> element_bytes(std::string_view type) {
-  static constexpr std::array<std::pair<std::string_view, std::uint64_t>, 15> known{{{"BOOL", 1},
-                                                                                     {"U8", 1},
-                                                                                     {"I8", 1},
-                                                                                     {"F8_E4M3", 1},
-                                                                                     {"F8_E5M2", 1},
-                                                                                     {"U16", 2},
-                                                                                     {"I16", 2},
-                                                                                     {"F16", 2},
-                                                                                     {"BF16", 2},
-                                                                                     {"U32", 4},
-                                                                                     {"I32", 4},
-                                                                                     {"F32", 4},
-                                                                                     {"U64", 8},
-                                                                                     {"I64", 8},
-                                                                                     {"F64", 8}}};
-  for (const auto& [name, bytes] : known) {
-    if (name == type) return bytes;
-  }
-  return std::nullopt;
-}
 
 // A whole decimal number without sign, space or leading zero.
 std::optional<std::int64_t> parse_count(std::string_view text) {
@@ -117,125 +55,6 @@ std::optional<double> parse_real(std::string_view text) {
   if (error != std::errc{} || end != text.data() + text.size() || !std::isfinite(value))
     return std::nullopt;
   return value;
-}
-
-// Parses the header, refusing keys that come twice: which of them counts would depend on the
-// reader.
-Json parse_header(const Complaints& complaints, const std::string& text) {
-  std::vector<std::set<std::string>> keys;
-  std::size_t depth = 0;
-  const auto watch = [&](int, Json::parse_event_t event, Json& parsed) {
-    switch (event) {
-      case Json::parse_event_t::object_start:
-      case Json::parse_event_t::array_start:
-        if (++depth > kDepthLimit)
-          complaints.fail("the header nests deeper than {} levels", kDepthLimit);
-        keys.emplace_back();
-        break;
-      case Json::parse_event_t::object_end:
-      case Json::parse_event_t::array_end:
-        --depth;
-        keys.pop_back();
-        break;
-      case Json::parse_event_t::key: {
-        const auto& key = parsed.get_ref<const std::string&>();
-        if (!keys.back().insert(key).second)
-          complaints.fail("the header has the key {} twice", in_quotes(key));
-        break;
-      }
-      case Json::parse_event_t::value:
-        break;
-    }
-    return true;
-  };
-  try {
-    Json header = Json::parse(text, watch);
-    if (!header.is_object()) complaints.fail("the header is not a JSON object");
-    return header;
-  } catch (const Json::parse_error& error) {
-    complaints.fail("the header is not JSON: error at byte {} of {}", error.byte, text.size());
-  } catch (const Json::exception&) {
-    complaints.fail("the header is not JSON that can be read");
-  }
-}
-
-std::uint64_t count_of(const Complaints& complaints, const Json& value, std::string_view tensor,
-                       std::string_view what) {
-  constexpr auto limit = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
-  if (!value.is_number_unsigned()) {
-    complaints.fail("tensor {}: {} has an element that is not a whole number of 0 or more",
-                    in_quotes(tensor), what);
-  }
-  const auto number = value.get<std::uint64_t>();
-  if (number > limit)
-    complaints.fail("tensor {}: {} has the element {}, above {}", in_quotes(tensor), what, number,
-                    limit);
-  return number;
-}
-
-Entry parse_entry(const Complaints& complaints, const std::string& name, const Json& json,
-                  std::uint64_t data_bytes) {
-  Entry entry;
-  entry.name = name;
-  const auto member = [&](const char* key) -> const Json& {
-    const auto found = json.is_object() ? json.find(key) : json.end();
-    if (!json.is_object() || found == json.end())
-      complaints.fail("tensor {} has no '{}'", in_quotes(name), key);
-    return *found;
-  };
-  const Json& type = member("dtype");
-  if (!type.is_string()) complaints.fail("tensor {}: dtype is not a string", in_quotes(name));
-  entry.type = type.get<std::string>();
-  const Json& shape = member("shape");
-  if (!shape.is_array()) complaints.fail("tensor {}: shape is not an array", in_quotes(name));
-  for (const Json& extent : shape) {
-    entry.shape.push_back(static_cast<std::int64_t>(count_of(complaints, extent, name, "shape")));
-  }
-  const Json& offsets = member("data_offsets");
-  if (!offsets.is_array() || offsets.size() != 2) {
-    complaints.fail("tensor {}: data_offsets is not an array of 2 numbers", in_quotes(name));
-  }
-  entry.begin = count_of(complaints, offsets[0], name, "data_offsets");
-  entry.end = count_of(complaints, offsets[1], name, "data_offsets");
-  if (entry.begin > entry.end) {
-    complaints.fail("tensor {}: begins at byte {}, behind its end at {}", in_quotes(name),
-                    entry.begin, entry.end);
-  }
-  if (entry.end > data_bytes) {
-    complaints.fail("tensor {}: ends at byte {} of the data, which has {} (truncated file?)",
-                    in_quotes(name), entry.end, data_bytes);
-  }
-  if (const auto bytes = element_bytes(entry.type)) {
-    std::uint64_t size = *bytes;
-    for (const std::int64_t extent : entry.shape) {
-      if (__builtin_mul_overflow(size, static_cast<std::uint64_t>(extent), &size)) {
-        complaints.fail("tensor {}: the size of shape {} overflows 64 bits", in_quotes(name),
-                        shown(entry.shape));
-      }
-    }
-    if (size != entry.end - entry.begin) {
-      complaints.fail("tensor {}: {} of shape {} takes {} bytes, but its offsets span {}",
-                      in_quotes(name), entry.type, shown(entry.shape), size,
-                      entry.end - entry.begin);
-    }
-  }
-  return entry;
-}
-
-void refuse_overlaps(const Complaints& complaints, const std::map<std::string, Entry>& entries) {
-  std::vector<const Entry*> order;
-  for (const auto& [name, entry] : entries) {
-    if (entry.begin < entry.end) order.push_back(&entry);
-  }
-  std::sort(order.begin(), order.end(),
-            [](const Entry* a, const Entry* b) { return a->begin < b->begin; });
-  for (std::size_t i = 1; i < order.size(); ++i) {
-    if (order[i]->begin < order[i - 1]->end) {
-      complaints.fail("tensor {} begins at byte {}, inside tensor {}, which ends at {}",
-                      in_quotes(order[i]->name), order[i]->begin, in_quotes(order[i - 1]->name),
-                      order[i - 1]->end);
-    }
-  }
 }
 
 // "layers.{l}.{part}" taken apart; nothing for names of another form.

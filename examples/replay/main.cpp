@@ -1,6 +1,6 @@
 // verkv_replay: the keys, values and queries that a real model left in a file go through the whole
 // method, and a table says how good, how small and how honest the result is. What it shows about
-// the library is in measure.cpp: the calls an engine would make (create, append, compress, attend),
+// the library is in run.cpp: the calls an engine would make (create, append, compress, attend),
 // and the report that comes back.
 #include <chrono>
 #include <cstdint>

@@ -85,8 +85,8 @@ enum class Promise {
 
 // One way to run a cache: a row of the table for each layer.
 struct Method {
-  std::string
-      name;  // as in the JSON: dense, dense_offload, topk, topk_fetch, poisson, certificate, risk
+  // As in the JSON: dense, dense_offload, topk, topk_fetch, poisson, certificate, risk.
+  std::string name;
   std::string label;       // for people
   std::string importance;  // name in the recording
   CacheConfig config;      // without layers

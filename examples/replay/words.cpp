@@ -1,0 +1,91 @@
+// The words of the command line and of the JSON, and the labels of tables.
+#include <cmath>
+
+#include <fmt/format.h>
+
+#include "options.hpp"
+
+namespace verkv::replay {
+
+const char* word(Selection select) {
+  switch (select) {
+    case Selection::poisson:
+      return "poisson";
+    case Selection::topk:
+      return "topk";
+  }
+  return "?";
+}
+
+const char* word(FetchMode mode) {
+  switch (mode) {
+    case FetchMode::verified:
+      return "verified";
+    case FetchMode::never:
+      return "never";
+    case FetchMode::always:
+      return "always";
+  }
+  return "?";
+}
+
+const char* word(FetchOrder order) {
+  switch (order) {
+    case FetchOrder::worth:
+      return "worth";
+    case FetchOrder::exact:
+      return "exact";
+  }
+  return "?";
+}
+
+const char* word(Pool pool) {
+  switch (pool) {
+    case Pool::head:
+      return "head";
+    case Pool::layer:
+      return "layer";
+    case Pool::sequence:
+      return "sequence";
+  }
+  return "?";
+}
+
+const char* word(Promise promise) {
+  switch (promise) {
+    case Promise::none:
+      return "none";
+    case Promise::epsilon:
+      return "epsilon";
+    case Promise::certificate:
+      return "certificate";
+  }
+  return "?";
+}
+
+std::string word(const SketchConfig& sketch) {
+  return sketch.kind == SketchKind::exact ? "exact" : fmt::format("{}", sketch.bits);
+}
+
+std::string sketch_label(const SketchConfig& sketch) {
+  if (sketch.kind == SketchKind::exact) return "exact sketch";
+  return fmt::format("{}-bit sketch", sketch.bits);
+}
+
+std::string rate_label(double keep) {
+  const double rate = 1 / keep;
+  return std::fabs(rate - std::round(rate)) < 1e-9 * rate ? fmt::format("{:.0f}x", rate)
+                                                          : fmt::format("keep {:.4g}", keep);
+}
+
+std::string price_label(double price) {
+  int exponent = static_cast<int>(std::floor(std::log10(price)));
+  double mantissa = price / std::pow(10.0, exponent);
+  if (mantissa > 9.9995) {
+    mantissa = 1;
+    ++exponent;
+  }
+  return fmt::format("{:.4g}e{}", mantissa, exponent);
+}
+
+}  // namespace verkv::replay
