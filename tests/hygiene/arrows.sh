@@ -18,7 +18,7 @@ manager   | include/verkv/{kv_cache_manager,cuda_cache}.hpp          | words set
 recorded  | include/verkv/recorded_cache.hpp                         | words                   |
 umbrella  | include/verkv/*.hpp                                      | words stages settings reports manager recorded |
 front     | src/kv_cache_manager.* src/cpu/cpu_backend.cpp           | words stages settings reports manager src cpu  | fmt
-recording | src/recorded_cache.*                                     | words recorded src      | fmt nlohmann
+recording | src/recorded_cache.* src/safetensors_header.*            | words recorded src      | fmt nlohmann
 cpu       | src/cpu/*                                                | words stages settings reports src | fmt hwy
 src       | src/*                                                    | words stages settings reports | fmt Eigen
 kernels   | cuda/*.cu cuda/*.cuh                                     | words stages src host   | cuda cub
