@@ -6,8 +6,6 @@
 #include <future>
 #include <span>
 
-#include <verkv/inclusion.hpp>
-
 #include "compression.hpp"
 #include "fetch_rules.hpp"
 #include "sketch_basis.hpp"
@@ -46,6 +44,25 @@ cuda::LayerView layer_view(const SyntheticShape& shape) {
   view.rules.log_term = fetch.log_term;
   view.cap = fetch.cap;
   return view;
+}
+
+// A cache of `layers` layers of the prompt's shape.
+CacheConfig cache_config(const Prompt& prompt, const Rule& rule, int layers) {
+  CacheConfig config;
+  LayerConfig layer;
+  layer.kv_heads = prompt.shape().kv_heads;
+  layer.query_heads = prompt.query_heads();
+  layer.key_dim = layer.value_dim = prompt.shape().dim;
+  config.layers.assign(at(layers), layer);
+  config.storage = DType::f16;
+  config.keep = kKeep;
+  config.sink_tokens = kSinkTokens;
+  config.local_tokens = kLocalTokens;
+  config.sketch = kSketch;
+  config.fetch.epsilon = rule.epsilon;
+  config.fetch.risk = rule.risk;
+  config.seed = kSeed;
+  return config;
 }
 
 cuda::LayerView under(const Rule& rule, cuda::LayerView view) {
@@ -121,45 +138,24 @@ void Scene::append() {
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream_));
 }
 
-// As the backend with Pool::head: sinks are always resident, sinks and window are paid from the
-// budget.
-std::vector<Positive16> Scene::solve_odds() const {
-  const std::int64_t count = tokens() - kLocalTokens;
-  const double budget =
-      std::max(0.0, kKeep * static_cast<double>(tokens()) - kSinkTokens - kLocalTokens);
-  const ImportanceView scores = prompt_.importance(MemorySpace::host);
-  std::vector<Positive16> odds;
-  std::vector<float> scratch(at(count - kSinkTokens));
-  for (std::int64_t h = 0; h < kv_heads(); ++h) {
-    const std::span<const float> tau(scores.data + h * scores.head_stride + kSinkTokens,
-                                     scratch.size());
-    const Inclusion inclusion = solve_inclusion(tau, budget, std::span(scratch));
-    odds.insert(odds.end(), kSinkTokens, kPositive16Infinity);
-    for (const float x : tau)
-      odds.push_back(stored_odds(inclusion.probability(static_cast<double>(x))));
-  }
-  return odds;
-}
-
 void Scene::compress() {
-  const std::vector<Positive16> odds = solve_odds();
-  const std::int64_t count = tokens() - kLocalTokens;
+  const Compressor compressor(cache_config(prompt_, {}, 1));
+  const LayerLengths lengths{tokens(), 0};
   const ImportanceView scores = prompt_.importance(MemorySpace::host);
-  std::vector<HeadCompression> heads(at(kv_heads()));
-  std::vector<std::future<void>> parts;
-  for (std::int64_t h = 0; h < kv_heads(); ++h) {
-    parts.push_back(std::async(std::launch::async, [&, h] {
-      HeadCompression& head = heads[at(h)];
-      head.draw = {kSeed, 0, 0, static_cast<std::uint32_t>(h)};
-      head.odds.assign(odds.begin() + h * count, odds.begin() + (h + 1) * count);
-      head.basis = make_basis(kSketch.bits, store_.host_keys(h), head.odds,
-                              scores.data + h * scores.head_stride,
-                              gather_queries(prompt_.prompt_queries(MemorySpace::host), 0,
-                                             h * layer_.group, layer_.group),
-                              kSeed);
-    }));
-  }
-  for (auto& part : parts) part.get();
+  const TensorView queries = prompt_.prompt_queries(MemorySpace::host);
+  std::vector<HeadCompression> heads = compressor.prompt(0, {&lengths, 1}, {&scores, 1});
+  compressor.make_bases(
+      heads,
+      [this](const HeadCompression& head) {
+        return store_.host_keys(static_cast<std::int64_t>(head.head));
+      },
+      {&queries, 1},
+      [](std::int64_t count, const Compressor::Task& task) {
+        std::vector<std::future<void>> parts;
+        for (std::int64_t i = 0; i < count; ++i)
+          parts.push_back(std::async(std::launch::async, [&task, i] { task(i); }));
+        for (auto& part : parts) part.get();
+      });
   store_.take(store_.compress(heads, 0, true, table_.data(), stream_), table_.data(), stream_);
 }
 
@@ -290,20 +286,7 @@ CapturedLayers::CapturedLayers(const Prompt& prompt, const Rule& rule, int layer
     : stream_(stream),
       prompt_(prompt),
       output_(prompt.query_heads() * prompt.shape().dim, "outputs") {
-  CacheConfig config;
-  LayerConfig layer;
-  layer.kv_heads = prompt.shape().kv_heads;
-  layer.query_heads = prompt.query_heads();
-  layer.key_dim = layer.value_dim = prompt.shape().dim;
-  config.layers.assign(at(layers), layer);
-  config.storage = DType::f16;
-  config.keep = kKeep;
-  config.sink_tokens = kSinkTokens;
-  config.local_tokens = kLocalTokens;
-  config.sketch = kSketch;
-  config.fetch.epsilon = rule.epsilon;
-  config.fetch.risk = rule.risk;
-  config.seed = kSeed;
+  const CacheConfig config = cache_config(prompt, rule, layers);
   CudaOptions options;
   options.stream = stream;
   options.views = MemorySpace::device;

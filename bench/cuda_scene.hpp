@@ -108,7 +108,6 @@ class Scene {
  private:
   void append();
   void compress();
-  std::vector<Positive16> solve_odds() const;
   // The other rows' heads, [row - 1][KV head].
   void copy_rows(int rows);
   std::vector<cuda::HeadView> copy_row();
