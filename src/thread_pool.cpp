@@ -1,19 +1,36 @@
 #include "thread_pool.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <system_error>
+
+#include <verkv/error.hpp>
 
 namespace verkv {
 
-ThreadPool::ThreadPool(int threads) {
+ThreadPool::ThreadPool(int threads, const StartThread& start_thread) {
   const int wanted =
       threads > 0 ? threads : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   threads_.reserve(static_cast<std::size_t>(wanted - 1));
-  for (int worker = 1; worker < wanted; ++worker) {
-    threads_.emplace_back([this, worker] { loop(worker); });
+  try {
+    for (int worker = 1; worker < wanted; ++worker) {
+      threads_.push_back(start_thread([this, worker] { loop(worker); }));
+    }
+  } catch (const std::system_error& error) {
+    const int running = size();
+    stop();
+    throw CapacityError(fmt::format("{} threads are wanted; the system gives no more than {}: {}",
+                                    wanted, running, error.what()));
+  } catch (...) {
+    stop();
+    throw;
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() noexcept {
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;

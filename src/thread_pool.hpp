@@ -4,16 +4,25 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace verkv {
 
 class ThreadPool {
  public:
-  // threads <= 0: one per hardware thread. The calling thread is one of them.
-  explicit ThreadPool(int threads);
+  // Starts a thread; throws std::system_error where the system refuses.
+  using StartThread = std::function<std::thread(std::function<void()>)>;
+
+  // threads <= 0: one per hardware thread. The calling thread is one of them. Throws CapacityError,
+  // with no thread left behind, where the system refuses one. start_thread: for tests.
+  explicit ThreadPool(
+      int threads, const StartThread& start_thread = [](std::function<void()> loop) {
+        return std::thread(std::move(loop));
+      });
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -37,6 +46,7 @@ class ThreadPool {
   void run_erased(std::int64_t count, Function function, const void* context);
   void work(int worker);
   void loop(int worker);
+  void stop() noexcept;
 
   std::vector<std::thread> threads_;
   std::mutex mutex_;

@@ -2,7 +2,15 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <new>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
 #include <vector>
+
+#include <verkv/error.hpp>
 
 #include "catch.hpp"
 #include "thread_pool.hpp"
@@ -51,4 +59,49 @@ TEST_CASE("A pool may be made and destroyed unused, and picks a size by itself")
   for (int i = 0; i < 50; ++i) verkv::ThreadPool pool(1 + i % 4);
   const verkv::ThreadPool own(0);
   CHECK(own.size() >= 1);
+}
+
+TEST_CASE("A pool whose threads do not all start leaves none behind") {
+  std::atomic<int> running{0};
+  int given = 0;
+  int most = 0;
+  bool out_of_memory = false;
+  const auto start = [&](std::function<void()> loop) {
+    if (given == most) {
+      if (out_of_memory) throw std::bad_alloc();
+      throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
+    }
+    ++given;
+    return std::thread([&running, loop = std::move(loop)] {
+      ++running;
+      loop();
+      --running;
+    });
+  };
+  for (most = 0; most < 3; ++most) {
+    given = 0;
+    try {
+      const verkv::ThreadPool pool(4, start);
+      FAIL_CHECK("a pool of " << pool.size());
+    } catch (const verkv::CapacityError& error) {
+      const std::string text = error.what();
+      INFO(text);
+      CHECK(text.find("4 threads") != std::string::npos);
+      CHECK(text.find("than " + std::to_string(most + 1)) != std::string::npos);
+    }
+    CHECK(given == most);
+    CHECK(running == 0);
+  }
+  given = 0;
+  most = 2;
+  out_of_memory = true;
+  CHECK_THROWS_AS(verkv::ThreadPool(4, start), std::bad_alloc);
+  CHECK(running == 0);
+  // With all its threads the same pool works.
+  given = 0;
+  most = 3;
+  verkv::ThreadPool pool(4, start);
+  std::atomic<int> sum{0};
+  pool.run(10, [&](int, std::int64_t index) { sum += static_cast<int>(index); });
+  CHECK(sum == 45);
 }

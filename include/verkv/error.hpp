@@ -22,7 +22,8 @@ class VERKV_API InvalidArgument : public Error {
   using Error::Error;
 };
 
-// A configured byte or token limit would be exceeded. Free something or raise the limit.
+// A configured byte or token limit, or what the system gives of threads, would be exceeded. Free
+// something or raise the limit.
 class VERKV_API CapacityError : public Error {
  public:
   using Error::Error;

@@ -124,7 +124,8 @@ class VERKV_API KvCacheManager {
 };
 
 // A manager whose two tiers are both in main memory: the specification, and what runs everywhere.
-// Throws InvalidArgument with all of unsupported_reasons(config), if there are any.
+// Throws InvalidArgument with all of unsupported_reasons(config), if there are any; CapacityError
+// where the system does not give CacheConfig::threads.
 VERKV_API std::unique_ptr<KvCacheManager> make_cpu_cache(CacheConfig config);
 
 }  // namespace verkv
