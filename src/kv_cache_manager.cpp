@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -23,6 +25,29 @@ template <class... Args>
   throw InvalidArgument(fmt::format(text, std::forward<Args>(args)...));
 }
 
+std::uint64_t magnitude(std::int64_t x) {
+  const std::uint64_t bits = static_cast<std::uint64_t>(x);
+  return x < 0 ? 0 - bits : bits;
+}
+
+// Whether one axis is nested in the other, so that no two rows meet. There is a row.
+bool rows_are_disjoint(const TensorView& view) {
+  struct Axis {
+    std::uint64_t count = 1;
+    std::uint64_t stride = 0;
+  };
+  Axis inner{magnitude(view.tokens), magnitude(view.token_stride)};
+  Axis outer{magnitude(view.heads), magnitude(view.head_stride)};
+  // The stride of an axis with one element is never used.
+  if (outer.count == 1 || (inner.count > 1 && inner.stride > outer.stride)) std::swap(inner, outer);
+  const std::uint64_t row = magnitude(view.dim);
+  if (inner.count > 1 && inner.stride < row) return false;
+  if (outer.count == 1) return true;
+  if (outer.stride < row) return false;
+  // outer.stride >= (inner.count - 1) * inner.stride + row, without overflow.
+  return inner.count == 1 || (outer.stride - row) / inner.stride >= inner.count - 1;
+}
+
 void check_rows(const char* what, const TensorView& view, std::int64_t heads, std::int64_t dim) {
   if (!is_known(view.type)) {
     invalid("{}: element type {}; f32, f16 and bf16 are supported", what,
@@ -31,14 +56,21 @@ void check_rows(const char* what, const TensorView& view, std::int64_t heads, st
   if (view.tokens < 0) invalid("{}: {} tokens; the number cannot be negative", what, view.tokens);
   if (view.heads != heads) invalid("{}: {} heads given, the layer has {}", what, view.heads, heads);
   if (view.dim != dim) invalid("{}: head size {} given, the layer has {}", what, view.dim, dim);
-  if ((view.tokens > 1 && view.token_stride == 0) || (view.heads > 1 && view.head_stride == 0)) {
+  if (view.tokens == 0) return;
+  if (!rows_are_disjoint(view)) {
     invalid(
-        "{}: strides of {} elements a token and {} a head for {} tokens and {} heads; 0 would make "
-        "rows share memory",
-        what, view.token_stride, view.head_stride, view.tokens, view.heads);
+        "{}: strides of {} elements a token and {} a head for {} tokens and {} heads of {} "
+        "elements "
+        "make rows share memory; the smaller must span a row, the larger all rows of the smaller",
+        what, view.token_stride, view.head_stride, view.tokens, view.heads, view.dim);
   }
-  if (view.tokens > 0 && view.data == nullptr)
-    invalid("{}: null data for {} tokens", what, view.tokens);
+  if (view.data == nullptr) invalid("{}: null data for {} tokens", what, view.tokens);
+  const std::size_t element = size_bytes(view.type);
+  const std::size_t off = reinterpret_cast<std::uintptr_t>(view.data) % element;
+  if (off != 0) {
+    invalid("{}: data {} bytes past a multiple of {}, the size of an {} element", what, off,
+            element, name(view.type));
+  }
 }
 
 void check_importance(std::size_t i, const ImportanceView& view, const LayerConfig& layer,
@@ -50,6 +82,13 @@ void check_importance(std::size_t i, const ImportanceView& view, const LayerConf
         i, view.heads, view.tokens, layer.kv_heads, open);
   }
   if (open > 0 && view.data == nullptr) invalid("layer {}: null importance for {} tokens", i, open);
+  if (view.heads > 1 && view.head_stride < open && view.head_stride > -open) {
+    invalid(
+        "layer {}: importance of {} heads with a stride of {} elements; their {} tokens need at "
+        "least "
+        "as many, or heads share scores",
+        i, view.heads, view.head_stride, open);
+  }
 }
 
 // Sizes of a batch's spans and of its queries.

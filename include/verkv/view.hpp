@@ -1,7 +1,8 @@
 // Non-owning views with 64-bit strides. Trivially copyable, so they may go to a kernel by value.
 //
 // A call reads its views and keeps none of them. Views of one call may overlap each other; rows of
-// one view may not overlap. Outputs (AttendBatch) may overlap nothing that the call is given.
+// one view may not overlap: the smaller stride spans a row, the larger spans all rows of the smaller
+// (the stride of an axis with one element is not looked at). Outputs (AttendBatch) may overlap nothing that the call is given.
 #ifndef VERKV_VIEW_HPP
 #define VERKV_VIEW_HPP
 
@@ -15,7 +16,7 @@ namespace verkv {
 // Strides are in elements, and may be negative. [head][token][dim] is the same view with the two
 // strides exchanged.
 struct TensorView {
-  // Of element (0, 0, 0); may be null where there are no tokens.
+  // Of element (0, 0, 0), at a multiple of size_bytes(type); may be null where there are no tokens.
   const void* data = nullptr;
   DType type = DType::f32;
   std::int64_t tokens = 0;
@@ -43,7 +44,8 @@ inline TensorView head_major(const void* data, DType type, std::int64_t tokens, 
   return {data, type, tokens, heads, dim, dim, tokens * dim};
 }
 
-// Importance scores [head][token] of one layer; head_stride in elements, tokens dense.
+// Importance scores [head][token] of one layer; tokens dense. head_stride: in elements, at least
+// `tokens` where there is more than one head; may be negative.
 struct ImportanceView {
   const float* data = nullptr;
   std::int64_t heads = 0;

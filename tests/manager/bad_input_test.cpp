@@ -1,6 +1,7 @@
 // KvCacheManager on a backend (support/test_backend.hpp): bad input is refused, names what is
 // wrong, and leaves the cache as it was.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -139,6 +140,105 @@ TEST_CASE("Wrong shapes, sequences and layers are refused and change nothing") {
   victim.check_unchanged();
 }
 
+TEST_CASE("Views whose rows meet are refused, and every layout of disjoint rows is served") {
+  const Victim victim(victim_config());
+  KvCacheManager& cache = *victim.cache;
+  const std::vector<float> data(100'000, 1.0f);
+  const float* middle = data.data() + data.size() / 2;
+  const auto give = [&](std::int64_t tokens, std::int64_t token_stride, std::int64_t head_stride,
+                        SequenceId id) {
+    return [&cache, middle, tokens, token_stride, head_stride, id] {
+      cache.append(id, 0, {middle, DType::f32, tokens, 2, 64, token_stride, head_stride},
+                   {middle, DType::f32, tokens, 2, 48, 96, 48});
+    };
+  };
+  struct Strides {
+    std::int64_t tokens;
+    std::int64_t token;
+    std::int64_t head;
+  };
+  const std::int64_t least = std::numeric_limits<std::int64_t>::min();
+  const std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  for (const Strides& s : {Strides{3, 0, 64},
+                           {3, 128, 0},
+                           {3, 0, 0},
+                           {3, 63, 256},
+                           {3, 256, 63},
+                           {3, 64, 64},
+                           {3, 127, 64},
+                           {3, -127, 64},
+                           {3, 64, 191},
+                           {3, 64, -191},
+                           {3, -63, -256},
+                           {1, 0, 63},
+                           {1, most, -63},
+                           {3, least, 0},
+                           {3, 1, most},
+                           {5, 64, 319}}) {
+    victim.refuses<InvalidArgument>(
+        give(s.tokens, s.token, s.head, victim.a),
+        {"keys", std::to_string(s.token), std::to_string(s.head), "64", "2 heads"});
+  }
+  const SequenceId other = cache.create_sequence();
+  std::int64_t held = 0;
+  for (const Strides& s : {Strides{3, 128, 64},
+                           {3, -128, 64},
+                           {3, 128, -64},
+                           {3, 64, 192},
+                           {3, -64, -192},
+                           {3, 64, 5000},
+                           {3, 5000, 64},
+                           {3, 200, 100},
+                           {1, 0, 64},
+                           {1, least, -64},
+                           {5, 64, 320},
+                           {0, 0, 0},
+                           {0, 1, 1}}) {
+    give(s.tokens, s.token, s.head, other)();
+    held += s.tokens;
+    CHECK(cache.tokens(other, 0) == held);
+  }
+  // One head: its stride is never used.
+  CacheConfig single = small_config();
+  single.layers = {layer_of(1, 1, 64, 64)};
+  const auto one = make_cache(single);
+  const SequenceId id = one->create_sequence();
+  for (const std::int64_t head_stride : {std::int64_t{0}, std::int64_t{-1}, least}) {
+    const TensorView view{middle, DType::f32, 4, 1, 64, 64, head_stride};
+    one->append(id, 0, view, view);
+    check_names(error_of<InvalidArgument>([&] {
+                  TensorView bad = view;
+                  bad.token_stride = -63;
+                  one->append(id, 0, view, bad);
+                }),
+                {"values", "-63"});
+  }
+  CHECK(one->tokens(id, 0) == 12);
+  cache.erase(other);
+}
+
+TEST_CASE("Views that are not aligned to their elements are refused") {
+  const Victim victim(victim_config());
+  KvCacheManager& cache = *victim.cache;
+  alignas(4) const std::byte bytes[4 * 3 * 2 * 64 + 4] = {};
+  for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
+    for (std::size_t off = 1; off < size_bytes(type); ++off) {
+      const TensorView keys = verkv::token_major(bytes + off, type, 3, 2, 64);
+      const TensorView values = verkv::token_major(bytes, type, 3, 2, 48);
+      victim.refuses<InvalidArgument>([&] { cache.append(victim.a, 0, keys, values); },
+                                      {"keys", std::to_string(off) + " bytes past",
+                                       std::to_string(size_bytes(type)), name(type)});
+    }
+  }
+  // Fine: any element of an array.
+  const SequenceId other = cache.create_sequence();
+  for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
+    cache.append(other, 0, verkv::token_major(bytes + size_bytes(type), type, 3, 2, 64),
+                 verkv::token_major(bytes, type, 3, 2, 48));
+  }
+  CHECK(cache.tokens(other, 0) == 9);
+}
+
 TEST_CASE("Bad importance is refused and changes nothing") {
   const Victim victim(victim_config());
   KvCacheManager& cache = *victim.cache;
@@ -182,6 +282,17 @@ TEST_CASE("Bad importance is refused and changes nothing") {
         compress(cache, victim.a, {good, {}, good});
       },
       {"layer 0", "80", "8"});
+
+  // A view whose stride nobody has set would give every head the scores of the first.
+  for (const std::int64_t stride : {0, 79, -79}) {
+    victim.refuses<InvalidArgument>(
+        [&] {
+          const std::vector<ImportanceView> views = {
+              good.view(), {}, {good.data.data() + 80, 2, 80, stride}};
+          cache.compress(victim.b, views);
+        },
+        {"layer 2", "2 heads", std::to_string(stride), "80"});
+  }
 
   // Fine: an empty sequence, whatever the stride.
   const SequenceId empty = cache.create_sequence();
