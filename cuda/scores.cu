@@ -155,7 +155,8 @@ VERKV_DEVICE void exact_products(const Work& work, float (&top)[sets_of(kHeads)]
   }
 }
 
-// sketch_of() where the sketch has codes.
+// sketch_of() where the sketch has codes: a constant kind, so that code_bytes() asks nothing. The
+// products know the codes of this kind only.
 VERKV_DEVICE SketchShape coded_shape(const HeadView& head) {
   return {SketchKind::calibrated, head.sketch_dim, head.sketch_fine};
 }
@@ -332,7 +333,7 @@ cudaError_t launch_for(const StepArguments& arguments, cudaStream_t stream) {
 cudaError_t launch_scores(const StepArguments& arguments, cudaStream_t stream) {
   const LayerView& layer = arguments.view.layer;
   const int heads = layer.group;
-  if (layer.sketch.kind == SketchKind::exact) {
+  if (!has_codes(layer.sketch.kind)) {
     return heads <= kSetHeads ? launch_for<false, kSetHeads>(arguments, stream)
                               : launch_for<false, kScoreHeads>(arguments, stream);
   }

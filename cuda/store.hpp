@@ -102,7 +102,7 @@ class LayerStore {
   static void write_views(std::span<const HeadView> views, HeadView* table, cudaStream_t stream);
 
   // Whether the sketch has codes, and so a basis.
-  bool coded() const { return layer_->sketch.kind != SketchKind::exact; }
+  bool coded() const { return has_codes(layer_->sketch.kind); }
   // Bytes of codes of a token that each head has room for.
   std::int64_t code_bytes() const;
   // The bases of a first compression; the queries' side goes to the device.

@@ -105,7 +105,7 @@ struct StepView {
 
 // The form of a head's codes.
 VERKV_HD inline SketchShape sketch_of(const LayerView& layer, const HeadView& head) {
-  if (layer.sketch.kind == SketchKind::exact) return layer.sketch;
+  if (!has_codes(layer.sketch.kind)) return layer.sketch;
   return {layer.sketch.kind, head.sketch_dim, head.sketch_fine};
 }
 

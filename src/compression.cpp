@@ -204,7 +204,7 @@ void Compressor::solve_pool(std::span<HeadCompression> heads, bool pays_window) 
 }
 
 bool Compressor::needs_basis(const HeadCompression& head) const {
-  return config_.sketch.kind == SketchKind::calibrated && head.begin == 0;
+  return has_codes(config_.sketch.kind) && head.begin == 0;
 }
 
 void Compressor::make_bases(std::span<HeadCompression> heads,

@@ -204,7 +204,7 @@ void store_matrices(const Matrix& encode, const Matrix& query, SketchBasis& out_
 }  // namespace
 
 SketchShape largest_sketch_shape(SketchKind kind, int bits, int key_dim) {
-  if (kind == SketchKind::exact) return {kind, key_dim, 0};
+  if (!has_codes(kind)) return {kind, key_dim, 0};
   SketchShape shape;
   each_split(bits, key_dim, [&](int fine, int coarse) {
     shape.dim = std::max(shape.dim, fine + coarse);

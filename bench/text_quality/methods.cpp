@@ -121,7 +121,7 @@ std::string sketch_label(const CacheConfig& config) {
   const bool used = config.keep < 1 && (config.fetch.mode == FetchMode::verified ||
                                         config.study.select == Selection::poisson);
   if (!used) return {};
-  if (config.sketch.kind == SketchKind::exact) return "exact";
+  if (!has_codes(config.sketch.kind)) return "exact";
   return fmt::format("{} bits", config.sketch.bits);
 }
 

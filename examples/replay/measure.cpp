@@ -78,7 +78,7 @@ double sketch_share(const Method& method, const Row& row, double key_share) {
       method.name == "dense" || fetch.mode == FetchMode::always ||
       (fetch.mode == FetchMode::never && method.config.study.select == Selection::topk);
   if (unused) return 0;
-  if (method.config.sketch.kind == SketchKind::exact) return key_share;
+  if (!has_codes(method.config.sketch.kind)) return key_share;
   return row.sketch_bytes / row.cache_bytes;
 }
 

@@ -64,11 +64,11 @@ const char* word(Promise promise) {
 }
 
 std::string word(const SketchConfig& sketch) {
-  return sketch.kind == SketchKind::exact ? "exact" : fmt::format("{}", sketch.bits);
+  return has_codes(sketch.kind) ? fmt::format("{}", sketch.bits) : "exact";
 }
 
 std::string sketch_label(const SketchConfig& sketch) {
-  if (sketch.kind == SketchKind::exact) return "exact sketch";
+  if (!has_codes(sketch.kind)) return "exact sketch";
   return fmt::format("{}-bit sketch", sketch.bits);
 }
 

@@ -45,11 +45,11 @@ struct SketchShape {
   VERKV_HD constexpr int high_bytes() const { return (fine + 3) / 4; }
   // Bytes of codes for one token.
   VERKV_HD constexpr int code_bytes() const {
-    return kind == SketchKind::exact ? 0 : low_bytes() + high_bytes();
+    return has_codes(kind) ? low_bytes() + high_bytes() : 0;
   }
   // Bytes of all that is stored for one token: codes and scale.
   VERKV_HD constexpr int token_bytes() const {
-    return kind == SketchKind::exact ? 0 : code_bytes() + static_cast<int>(sizeof(Positive16));
+    return has_codes(kind) ? code_bytes() + static_cast<int>(sizeof(Positive16)) : 0;
   }
 };
 

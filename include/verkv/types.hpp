@@ -185,6 +185,17 @@ enum class SketchKind : std::uint8_t {
               // the directions that matter have 4 bits, others 2, the weakest none
 };
 
+// Whether tokens have codes and a scale, and heads a basis that says what these mean.
+VERKV_HD constexpr bool has_codes(SketchKind kind) {
+  switch (kind) {
+    case SketchKind::exact:
+      return false;
+    case SketchKind::calibrated:
+      return true;
+  }
+  detail::unreachable();
+}
+
 }  // namespace verkv
 
 #endif  // VERKV_TYPES_HPP

@@ -121,7 +121,7 @@ void HeadStore::reserve_compress(const LayerShape& shape, const SketchShape& cod
     if (wanted > vector.size()) reserve_more(vector, wanted - vector.size());
   };
   to(odds_, padded);
-  if (shape.sketch.kind == SketchKind::exact) return;
+  if (!has_codes(shape.sketch.kind)) return;
   to(codes_, code_storage_bytes(codes, end));
   to(scales_, padded);
   to(channel_means_, shape.config.key_dim);
@@ -158,7 +158,7 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
   odds_.resize(padded);
   std::copy(odds.begin(), odds.end(), odds_.begin() + begin);
 
-  if (shape.sketch.kind != SketchKind::exact) {
+  if (has_codes(shape.sketch.kind)) {
     codes_.resize(bytes(code_storage_bytes(sketch(shape), end)));
     scales_.resize(padded);
     if (begin == 0) {

@@ -79,7 +79,7 @@ class HeadStore {
   std::span<const float> channel_means() const { return channel_means_; }
   // The form of the codes.
   const SketchShape& sketch(const LayerShape& shape) const {
-    return shape.sketch.kind == SketchKind::exact ? shape.sketch : basis_.shape;
+    return has_codes(shape.sketch.kind) ? basis_.shape : shape.sketch;
   }
   // Empty until the first compression, and where the sketch is exact.
   const SketchBasis& basis() const { return basis_; }
