@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <utility>
 
 #include <verkv/error.hpp>
+#include <verkv/sketch.hpp>
 
 namespace verkv {
 namespace {
@@ -134,6 +136,17 @@ void check_layer(std::size_t i, const LayerConfig& layer, Reasons& reasons) {
   }
 }
 
+void check_storage(DType storage, Reasons& reasons) {
+  if (is_known(storage)) return;
+  reasons.add("storage type {}; f32, f16 and bf16 are supported", static_cast<int>(storage));
+}
+
+void check_sketch(const SketchConfig& sketch, Reasons& reasons) {
+  reasons.add_unless_known("sketch kind", sketch.kind);
+  if (known(sketch.kind) && has_codes(sketch.kind) && (sketch.bits < 2 || sketch.bits > 4))
+    reasons.add("a sketch of {} bits; 2, 3 and 4 are supported", sketch.bits);
+}
+
 void check_fetch(const FetchConfig& fetch, Reasons& reasons) {
   reasons.add_unless_known("fetch mode", fetch.mode);
   if (fetch.risk && !finite_above(*fetch.risk, 0))
@@ -183,10 +196,7 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   for (std::size_t i = 0; i < config.layers.size(); ++i) {
     if (config.layers[i].cached) check_layer(i, config.layers[i], reasons);
   }
-  if (!is_known(config.storage)) {
-    reasons.add("storage type {}; f32, f16 and bf16 are supported",
-                static_cast<int>(config.storage));
-  }
+  check_storage(config.storage, reasons);
   if (!(config.keep > 0 && config.keep <= 1))
     reasons.add("keep {}; must lie in (0, 1]", config.keep);
   check_fetch(config.fetch, reasons);
@@ -200,10 +210,7 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   if (config.chunk_tokens && *config.chunk_tokens < 1)
     reasons.add("{} chunk tokens; must be at least 1, or none", *config.chunk_tokens);
   reasons.add_unless_known("pool", config.pool);
-  const SketchConfig& sketch = config.sketch;
-  reasons.add_unless_known("sketch kind", sketch.kind);
-  if (sketch.kind == SketchKind::calibrated && (sketch.bits < 2 || sketch.bits > 4))
-    reasons.add("a sketch of {} bits; 2, 3 and 4 are supported", sketch.bits);
+  check_sketch(config.sketch, reasons);
   if (config.threads && (*config.threads < 1 || *config.threads > kMaxThreads)) {
     reasons.add("{} threads; 1 to {} are supported, or none for one per hardware thread",
                 *config.threads, kMaxThreads);
@@ -221,16 +228,24 @@ double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType st
                            const SketchConfig& sketch) {
   if (!(fast_share > 0 && fast_share <= 1))
     invalid("fast share {}; must lie in (0, 1]", fast_share);
-  if (layer.key_dim < 1 || layer.value_dim < 1) {
-    invalid("head sizes {} and {}; both must be positive", layer.key_dim, layer.value_dim);
+  if (layer.key_dim < 1 || layer.key_dim > kMaxDim || layer.value_dim < 1 ||
+      layer.value_dim > kMaxDim) {
+    invalid("head sizes {} and {}; 1 to {} are supported", layer.key_dim, layer.value_dim, kMaxDim);
   }
+  Reasons reasons;
+  check_storage(storage, reasons);
+  check_sketch(sketch, reasons);
+  if (const auto list = reasons.take(); !list.empty()) invalid("{}", fmt::join(list, "; "));
   const double full = static_cast<double>(layer.key_dim + layer.value_dim) *
                       static_cast<double>(size_bytes(storage));
-  // Per token: codes and scale of the sketch, and odds; per resident: its row and its 4-byte
-  // position. The matrices of the sketch belong to a sequence, not to a token: not counted.
-  const double code_bits = static_cast<double>((layer.key_dim + 3) / 4 * 4 * sketch.bits);
-  const double fixed = (sketch.kind == SketchKind::exact ? 0 : code_bits / 8 + 2) + 2;
-  const double keep = (fast_share * full - fixed) / (full + 4);
+  // Per token: sketch and odds; per resident: its row and its position. The matrices of the sketch
+  // belong to a sequence, not to a token: not counted. Any split of the bits takes about the bytes of
+  // this one, which stores all coordinates.
+  const int dim = static_cast<int>(layer.key_dim);
+  const SketchShape shape{sketch.kind, dim,
+                          has_codes(sketch.kind) ? dim * (sketch.bits - 2) / 2 : 0};
+  const double fixed = static_cast<double>(shape.token_bytes()) + sizeof(Positive16);
+  const double keep = (fast_share * full - fixed) / (full + sizeof(std::uint32_t));
   if (!(keep > 0)) {
     invalid("a fast share of {} cannot hold the sketch; it needs more than {:.4f}", fast_share,
             fixed / full);

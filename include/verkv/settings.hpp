@@ -140,8 +140,8 @@ VERKV_API std::vector<std::string> unsupported_reasons(const CacheConfig& config
 
 // The `keep` at which residents, sketch and metadata of `layer` together take `fast_share` of the
 // bytes of its full keys and values. A calibrated sketch's basis belongs to a sequence, not to a
-// token, and is not counted. Throws InvalidArgument, with the least possible share, where the
-// sketch alone takes more.
+// token, and is not counted. Throws InvalidArgument on a setting out of its range and, with the
+// least possible share, where the sketch alone takes more.
 VERKV_API double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType storage,
                                      const SketchConfig& sketch);
 

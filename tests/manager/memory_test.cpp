@@ -133,6 +133,27 @@ TEST_CASE("A share of the fast tier is met by the keep that is computed for it",
   check_names(
       error_of<InvalidArgument>([&] { verkv::keep_for_fast_share(0.05, layer, DType::f16, {}); }),
       {"0.05", "0.07"});  // (32 + 2 + 2) / 512 = 0.0703
+  // Whole bytes at any number of bits: codes, scale and odds of a token, row and position of a
+  // resident.
+  for (const int bits : {2, 3, 4}) {
+    CHECK(verkv::keep_for_fast_share(0.5, layer, DType::f16, {SketchKind::calibrated, bits}) ==
+          (0.5 * 512 - (16 * bits + 4)) / 516);
+  }
+  // An exact sketch has no codes and ignores its bits.
+  CHECK(verkv::keep_for_fast_share(0.5, layer, DType::f16, {SketchKind::exact, 1 << 30}) ==
+        (0.5 * 512 - 2) / 516);
+  const auto refused = [&](const LayerConfig& of, DType storage, const SketchConfig& sketch,
+                           const std::vector<std::string>& parts) {
+    check_names(
+        error_of<InvalidArgument>([&] { verkv::keep_for_fast_share(0.5, of, storage, sketch); }),
+        parts);
+  };
+  refused(layer, static_cast<DType>(7), {}, {"storage type 7"});
+  refused(layer, DType::f16, {static_cast<SketchKind>(9), 2}, {"sketch kind 9"});
+  refused(layer, DType::f16, {SketchKind::calibrated, 1}, {"1 bits", "2, 3 and 4"});
+  refused(layer, DType::f16, {SketchKind::calibrated, 5}, {"5 bits", "2, 3 and 4"});
+  refused(layer_of(1, 1, 0, 128), DType::f16, {}, {"0 and 128", "512"});
+  refused(layer_of(1, 1, 128, 513), DType::f16, {}, {"513", "512"});
   for (const double share : {0.0, -1.0, 1.1, std::numeric_limits<double>::quiet_NaN()}) {
     check_names(error_of<InvalidArgument>(
                     [&] { verkv::keep_for_fast_share(share, layer, DType::f16, {}); }),
