@@ -40,7 +40,7 @@ cuda::LayerView layer_view(const SyntheticShape& shape) {
   view.storage = DType::f16;
   view.sketch = largest_sketch_shape(kSketch.kind, kSketch.bits, view.key_dim);
   const FetchRules fetch = fetch_rules(CacheConfig{});
-  view.mode = fetch.mode;
+  view.fetch = flags_of(fetch.mode);
   view.rules.log_term = fetch.log_term;
   view.cap = fetch.cap;
   return view;

@@ -17,7 +17,7 @@ LayerView view_of(const LayerConfig& layer, const CacheConfig& config) {
   view.storage = config.storage;
   view.sketch = largest_sketch_shape(config.sketch.kind, config.sketch.bits, view.key_dim);
   const FetchRules fetch = fetch_rules(config);
-  view.mode = fetch.mode;
+  view.fetch = flags_of(fetch.mode);
   view.rules = fetch;
   view.cap = fetch.cap;
   view.limit_tokens = fetch.limit_tokens;

@@ -140,7 +140,7 @@ VERKV_DEVICE void plan_group(HeadShared& shared, const StepArguments& arguments,
   int count = 0;
   for (std::int64_t i = threadIdx.x; i < words; i += kHeadThreads) {
     std::uint32_t bits = 0;
-    if (layer.mode != FetchMode::never) {
+    if (layer.fetch.fetches) {
 #pragma unroll 4
       for (int h = 0; h < layer.group; ++h)
         bits |= ws.wanted[(first_head + h) * ws.mask_stride + i];
@@ -191,7 +191,7 @@ VERKV_DEVICE Asked plan_head(HeadShared& shared, const StepArguments& arguments,
   float beta = 0;
   std::int64_t planned = 0;
   std::uint32_t* wanted = ws.wanted + query_head * ws.mask_stride;
-  const bool always = layer.mode == FetchMode::always;
+  const bool always = !layer.fetch.by_rules;
   // What the rules other than the certificate ask for.
   const RuleThresholds limits = thresholds(layer.rules, denominator);
   FetchThreshold threshold{limits.worth, 0};
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   }
 
   Asked asked;
-  if (view.compressed > 0 && layer.mode != FetchMode::never) {
+  if (view.compressed > 0 && layer.fetch.fetches) {
     asked = plan_head(shared, arguments, head, query_head, weight, odds, denominator, computable,
                       state);
   }

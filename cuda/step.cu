@@ -33,9 +33,7 @@ int score_splits(std::int64_t pairs, std::int64_t tokens) {
   return static_cast<int>(best);
 }
 
-bool searches(const LayerView& layer) {
-  return layer.mode == FetchMode::verified && layer.rules.certifies();
-}
+bool searches(const LayerView& layer) { return layer.fetch.by_rules && layer.rules.certifies(); }
 
 StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed,
                   std::int64_t most_residents, std::int64_t blocks) {

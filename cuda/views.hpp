@@ -13,6 +13,8 @@
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
+#include "fetch_rules.hpp"
+
 namespace verkv::cuda {
 
 // One (sequence, layer, KV head). Lives in device memory, in a table [slot][KV head] per layer, so
@@ -63,7 +65,7 @@ struct LayerView {
   DType storage = DType::f16;
   SketchShape sketch;                   // the largest; each head has its own
   SketchLevels levels = kSketchLevels;  // device code cannot index constants of the host
-  FetchMode mode = FetchMode::verified;
+  FetchFlags fetch;
   StopRules rules;
   float cap = 2;
   std::int64_t limit_tokens = 0;  // 0: no limit

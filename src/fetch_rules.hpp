@@ -9,8 +9,27 @@
 #include <verkv/certificate.hpp>
 #include <verkv/fetch_plan.hpp>
 #include <verkv/settings.hpp>
+#include <verkv/types.hpp>
 
 namespace verkv {
+
+// What a FetchMode says. Code asks the flags, so a new mode is a warning here and nowhere forgotten.
+struct FetchFlags {
+  bool fetches = true;   // at all
+  bool by_rules = true;  // what the stop rules ask for; otherwise every token
+};
+
+constexpr FetchFlags flags_of(FetchMode mode) {
+  switch (mode) {
+    case FetchMode::verified:
+      return {true, true};
+    case FetchMode::never:
+      return {false, false};
+    case FetchMode::always:
+      return {true, false};
+  }
+  detail::unreachable();
+}
 
 struct FetchRules : StopRules {
   FetchMode mode = FetchMode::verified;
@@ -19,6 +38,9 @@ struct FetchRules : StopRules {
   float cap = std::numeric_limits<float>::infinity();
   // 0: no limit.
   std::int64_t limit_tokens = 0;
+
+  // Whether a step searches for the threshold that the certificate asks for.
+  bool searches() const { return flags_of(mode).by_rules && certifies(); }
 };
 
 inline FetchRules fetch_rules(const CacheConfig& config) {

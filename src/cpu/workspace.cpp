@@ -38,7 +38,7 @@ void Workspace::reserve(const LayerShape& shape, const FetchRules& rules, std::i
   grow(moved, room);
   grow(no_odds, padded(std::max(compressed, residents)));
   grow(mark, compressed);
-  if (rules.mode != FetchMode::verified || !rules.certifies()) return;
+  if (!rules.searches()) return;
   switch (rules.order) {
     case FetchOrder::worth:
       grow(plan_weight, room);

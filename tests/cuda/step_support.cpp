@@ -101,7 +101,7 @@ LayerView Scene::layer_view() const {
   view.soft_cap = static_cast<float>(setup_.soft_cap);
   view.storage = setup_.storage;
   view.sketch = shape_.sketch;
-  view.mode = setup_.fetch.mode;
+  view.fetch = flags_of(setup_.fetch.mode);
   view.rules = setup_.fetch;
   view.cap = setup_.fetch.cap;
   view.limit_tokens = setup_.fetch.limit_tokens;
