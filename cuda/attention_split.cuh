@@ -37,7 +37,9 @@ struct AttentionShared {
     row_stride = round_up(value_offset + layer.value_dim * element, 128) + 16 * element;
     query_bytes = tiles * kTileHeads * query_stride * 4;
     number_bytes = tiles * kChunk * static_cast<int>(sizeof(float4));
-    limb_bytes = element == 4 ? 0 : tiles * kChunkProducts * static_cast<int>(sizeof(WeightLimbs));
+    const bool has_limbs = with_element(
+        layer.storage, [](auto zero) { return RowSums<decltype(zero), 1>::kHasLimbs; });
+    limb_bytes = has_limbs ? tiles * kChunkProducts * static_cast<int>(sizeof(WeightLimbs)) : 0;
     // The sums of the row subsets meet there at the end.
     const int sum_bytes = kAttentionThreads * kTileHeads * static_cast<int>(sizeof(float4));
     row_bytes = grid.tile * row_stride < sum_bytes ? sum_bytes : grid.tile * row_stride;

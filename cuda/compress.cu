@@ -246,6 +246,9 @@ cudaError_t launch_gather_residents(const LayerView& layer, const GatherArgument
   const unsigned blocks =
       blocks_for((arguments.most_residents * layer.kv_heads + kWarps - 1) / kWarps);
   const bool wide = layer.key_dim * element % 16 == 0 && layer.value_dim * element % 16 == 0;
+  with_element(layer.storage, [](auto zero) {
+    static_assert(sizeof(zero) % sizeof(std::uint16_t) == 0, "narrow rows are copied by 16 bits");
+  });
   return launch(wide ? gather_residents_kernel<uint4> : gather_residents_kernel<std::uint16_t>,
                 blocks, kThreads, 0, stream, layer, arguments);
 }

@@ -91,6 +91,9 @@ VERKV_DEVICE unsigned pair_halves(unsigned first, unsigned second, int i) {
 template <class Element, int kColumns>
 class TensorSums {
  public:
+  static_assert(sizeof(Element) == 2, "the products of the tensor cores are of 16-bit elements");
+  // Whether weights are handed over as WeightArrays::limb.
+  static constexpr bool kHasLimbs = true;
   static constexpr int kRowStep = kProductRows;
   using Place = std::uint16_t*;
   static constexpr int kPlaces = 32 / kProductRows * sizeof(WeightLimbs) / sizeof(std::uint16_t);
@@ -230,6 +233,7 @@ class TensorSums {
 // A thread has one column: four coordinates of a tile.
 class FmaSums {
  public:
+  static constexpr bool kHasLimbs = false;
   static constexpr int kRowStep = 1;
   using Place = float*;
   static constexpr int kPlaces = 32 * kTileHeads;
