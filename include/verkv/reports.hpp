@@ -63,7 +63,7 @@ struct MemoryReport {
   std::int64_t metadata_bytes = 0;   // odds, positions, scores of the local window
   std::int64_t host_bytes = 0;       // keys and values on the host tier
   std::int64_t basis_bytes = 0;      // main memory: a calibrated sketch's basis, for tokens to come
-  std::int64_t workspace_bytes = 0;  // per thread buffers of a step; shared by all sequences
+  std::int64_t workspace_bytes = 0;  // buffers of a step; shared by all sequences
   std::int64_t reserved_bytes = 0;   // allocated beyond all of the above, for growth
   // Main memory: blocks of the host tier, with their room for growth, that the device reads though
   // they could not be pinned. host_bytes and reserved_bytes count them already.

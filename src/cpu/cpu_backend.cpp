@@ -63,7 +63,9 @@ class CpuBackend final : public Backend {
   }
 
   void create(SequenceId id, std::uint64_t draw) override {
-    reserve_reports(static_cast<std::int64_t>(sequences_.size()) + 1);
+    const std::int64_t rows = static_cast<std::int64_t>(sequences_.size()) + 1;
+    reserve(query_reports_, rows, &LayerConfig::query_heads);
+    reserve(kv_reports_, rows, &LayerConfig::kv_heads);
     auto sequence = std::make_unique<Sequence>();
     sequence->draw = draw;
     sequence->layers.resize(shapes_.size());
@@ -147,7 +149,8 @@ class CpuBackend final : public Backend {
     const std::int64_t rows = static_cast<std::int64_t>(batch.sequences.size());
     // Padding rows may make the batch larger than the number of sequences; only then is there
     // something to grow.
-    reserve_reports(rows);
+    if (batch.query_reports.empty()) reserve(query_reports_, rows, &LayerConfig::query_heads);
+    if (batch.kv_reports.empty()) reserve(kv_reports_, rows, &LayerConfig::kv_heads);
     const std::span<QueryHeadReport> query_reports =
         batch.query_reports.empty() ? std::span(query_reports_) : batch.query_reports;
     const std::span<KvHeadReport> kv_reports =
@@ -199,22 +202,23 @@ class CpuBackend final : public Backend {
     return report;
   }
 
-  std::int64_t workspace_bytes() const override { return workspaces_.bytes(); }
+  std::int64_t workspace_bytes() const override {
+    return workspaces_.bytes() +
+           static_cast<std::int64_t>(query_reports_.capacity() * sizeof(QueryHeadReport) +
+                                     kv_reports_.capacity() * sizeof(KvHeadReport));
+  }
 
  private:
-  // Reports of a step of this many rows, for where the caller wants none.
-  void reserve_reports(std::int64_t rows) {
-    std::int64_t query_heads = 0;
-    std::int64_t kv_heads = 0;
+  // Room for a step of this many rows on any layer. heads: of a layer, one report each.
+  template <class Report>
+  void reserve(std::vector<Report>& reports, std::int64_t rows,
+               std::int64_t LayerConfig::*heads) const {
+    std::int64_t most = 0;
     for (const LayerShape& shape : shapes_) {
-      if (!shape.config.cached) continue;
-      query_heads = std::max(query_heads, shape.config.query_heads);
-      kv_heads = std::max(kv_heads, shape.config.kv_heads);
+      if (shape.config.cached) most = std::max(most, shape.config.*heads);
     }
-    const std::size_t query_count = static_cast<std::size_t>(rows * query_heads);
-    const std::size_t kv_count = static_cast<std::size_t>(rows * kv_heads);
-    if (query_reports_.size() < query_count) query_reports_.resize(query_count);
-    if (kv_reports_.size() < kv_count) kv_reports_.resize(kv_count);
+    const std::size_t count = static_cast<std::size_t>(rows * most);
+    if (reports.size() < count) reports.resize(count);
   }
 
   void count(std::size_t layer, const AttendBatch& batch,
@@ -316,6 +320,7 @@ class CpuBackend final : public Backend {
   Workspaces workspaces_;
   std::unordered_map<std::int64_t, std::unique_ptr<Sequence>> sequences_;
   std::vector<LayerStatistics> statistics_;
+  // Reports of a step for which the caller gives no room.
   std::vector<QueryHeadReport> query_reports_;
   std::vector<KvHeadReport> kv_reports_;
 };

@@ -286,8 +286,42 @@ TEST_CASE("A step allocates nothing", "[cpu]") {
       }
     }
   }
+  // Padding rows ask for no more than there is where the caller has room for their reports.
+  const auto cache = make_cache(small_config());
+  cache->create_sequence();
+  const std::int64_t workspace = cache->memory().workspace_bytes;
+  const LayerConfig layer = cache->config().layers[0];
+  const std::vector<SequenceId> padding(50, kNoSequence);
+  const std::vector<float> queries(padding.size() * size(layer.query_heads * layer.key_dim));
+  std::vector<float> output(padding.size() * size(layer.query_heads * layer.value_dim));
+  std::vector<QueryHeadReport> query_reports(padding.size() * size(layer.query_heads));
+  std::vector<KvHeadReport> kv_reports(padding.size() * size(layer.kv_heads));
+  AttendBatch batch;
+  batch.sequences = padding;
+  batch.queries =
+      verkv::token_major(queries.data(), DType::f32, 50, layer.query_heads, layer.key_dim);
+  batch.output = output;
+  batch.query_reports = query_reports;
+  batch.kv_reports = kv_reports;
+  std::int64_t before = allocations;
+  cache->attend(0, batch);
+  CHECK(allocations - before == 0);
+  CHECK(cache->memory().workspace_bytes == workspace);
+  // Where it has none, each kind of report grows by itself, and both are counted.
+  batch.kv_reports = {};
+  cache->attend(0, batch);
+  const std::int64_t own = 50 * layer.kv_heads * static_cast<std::int64_t>(sizeof(KvHeadReport));
+  CHECK(cache->memory().workspace_bytes > workspace);
+  CHECK(cache->memory().workspace_bytes < workspace + 2 * own);
+  batch.query_reports = {};
+  cache->attend(0, batch);
+  CHECK(cache->memory().workspace_bytes >=
+        own + 50 * layer.query_heads * static_cast<std::int64_t>(sizeof(QueryHeadReport)));
+  before = allocations;
+  cache->attend(0, batch);
+  CHECK(allocations - before == 0);
   // The counter counts.
-  const std::int64_t before = allocations;
+  before = allocations;
   const auto some = std::make_unique<std::vector<int>>(100);
   CHECK(some->size() == 100);
   CHECK(allocations - before == 2);
