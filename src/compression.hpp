@@ -36,7 +36,8 @@ struct HeadCompression {
   std::int64_t begin = 0;
   // Positions that the head holds, the local window included.
   std::int64_t tokens = 0;
-  // Of positions begin and later, host memory; null: none is known, and all count alike.
+  // Of positions begin and later, host memory. Odds are always made with it. null, as `window`
+  // leaves it: a basis that is made now counts all positions alike.
   const float* importance = nullptr;
   DrawId draw;
   std::vector<Positive16> odds;

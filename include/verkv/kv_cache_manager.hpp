@@ -64,7 +64,8 @@ class VERKV_API KvCacheManager {
 
   // Adds tokens to one layer: keys [token][KV head][key_dim], values [token][KV head][value_dim],
   // any strides and types, converted to CacheConfig::storage. Zero tokens are fine. The cost does
-  // not depend on the number of sequences.
+  // not depend on the number of sequences, except on a device where a chunk goes (below): its step
+  // buffers are fitted to the lengths of all sequences.
   // During decode a local window that has outgrown local_tokens + chunk_tokens gives up its oldest
   // chunk_tokens: they are compressed with the root mean square of the attention probability they
   // received as importance. Only sequences that `compress` has been called for do so. Tokens that no

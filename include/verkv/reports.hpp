@@ -10,7 +10,8 @@
 
 namespace verkv {
 
-// Name of a sequence, given by KvCacheManager::create_sequence.
+// Name of a sequence, given by KvCacheManager::create_sequence. It means something to that manager
+// only: another one gives the same numbers to sequences of its own.
 struct SequenceId {
   std::int64_t value = -1;
   friend bool operator==(SequenceId, SequenceId) = default;
@@ -25,7 +26,8 @@ struct QueryHeadReport {
   // the answer is exact, infinite where the bound cannot be computed (a NaN logit).
   double epsilon = 0;
   // epsilon is finite and not above FetchConfig::epsilon (any finite one where that rule is off). A
-  // value, not an error: a fetch limit may prevent it.
+  // value, not an error: a fetch limit may prevent it. true where the sequence has no token in the
+  // layer: nothing is missing from an answer of 0.
   bool certified = false;
   // Tokens that this head alone asked for, residents included.
   std::int64_t planned_tokens = 0;

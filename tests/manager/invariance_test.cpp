@@ -182,8 +182,10 @@ TEST_CASE("A row does not depend on its neighbours in the batch") {
         const Result empty = row_of(all, row, size(kRows));
         for (const float x : empty.output) CHECK(x == 0);
         for (const float x : empty.lse) CHECK(x == -kInfinity);
-        for (const QueryHeadReport& query : empty.query)
+        for (const QueryHeadReport& query : empty.query) {
           CHECK((query.epsilon == 0 && query.planned_tokens == 0));
+          CHECK(query.certified == (sequences[row] != kNoSequence));
+        }
         for (const KvHeadReport& kv : empty.kv)
           CHECK((kv.resident_tokens == 0 && kv.fetched_tokens == 0));
       }
