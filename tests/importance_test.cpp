@@ -144,9 +144,21 @@ TEST_CASE("SnapKV: width 1 leaves the sums, a wide one levels them") {
   CHECK(score == std::vector<float>{0.5f, 2.0f, 2.0f, 2.0f});
 }
 
+TEST_CASE("short keys score high, and a zero key finitely") {
+  const auto score = [](const std::vector<float>& key) {
+    return verkv::key_norm_importance(std::span<const float>(key));
+  };
+  CHECK(score({3, -4}) == 0.2);
+  CHECK(score({0.5f}) == 2);
+  CHECK(score({2e-6f}) < 1e6);
+  for (const std::vector<float>& key : {std::vector<float>{}, {0, 0}, {1e-30f}})
+    CHECK(score(key) == 1 / 1e-6);
+  CHECK_THAT(score({3e25f, 4e25f}), Catch::WithinRel(2e-26, 1e-6));
+}
+
 TEST_CASE("key norm") {
   const auto norm = [](const std::vector<float>& key) {
-    return verkv::key_norm_importance(std::span<const float>(key));
+    return verkv::key_norm(std::span<const float>(key));
   };
   CHECK(norm({}) == 0);
   CHECK(norm({3, -4}) == 5);

@@ -95,10 +95,8 @@ class PrefillReader : public PromptReader {
       for (std::int64_t t = 0; t < call.tokens; ++t) {
         for (std::int64_t head = 0; head < layer.kv_heads; ++head) {
           const float* key = call.keys + (t * layer.kv_heads + head) * layer.key_dim;
-          const double norm =
-              key_norm_importance(std::span<const float>(key, index(layer.key_dim)));
-          scores[index(head * tokens() + call.position + t)] =
-              static_cast<float>(1 / std::max(norm, 1e-6));
+          scores[index(head * tokens() + call.position + t)] = static_cast<float>(
+              key_norm_importance(std::span<const float>(key, index(layer.key_dim))));
         }
       }
     }

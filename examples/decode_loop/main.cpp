@@ -56,7 +56,7 @@ int main() {
       append(layer, keys, rows(kChunk, kKvHeads));
       for (int i = 0; i < kChunk * kKvHeads; ++i)
         score[i % kKvHeads * kPrompt + token + i / kKvHeads] = static_cast<float>(
-            std::pow(verkv::key_norm_importance(std::span(keys.data() + i * kDim, kDim)), 4));
+            std::pow(verkv::key_norm(std::span(keys.data() + i * kDim, kDim)), 4));
     }
   }
   cache->compress(id, importance);

@@ -61,12 +61,22 @@ void snapkv_importance(std::span<const T> window_sum, std::int64_t width,
   }
 }
 
-// Needs no attention at all: the Euclidean norm of a key.
+// The Euclidean norm of a key.
 template <class T>
-double key_norm_importance(std::span<const T> key) {
+double key_norm(std::span<const T> key) {
   double square = 0;
   for (const T x : key) square += static_cast<double>(x) * static_cast<double>(x);
   return std::sqrt(square);
+}
+
+// Shorter keys count as that long, so that a zero key has a finite score, 1e6.
+inline constexpr double kShortestKey = 1e-6;
+
+// 1 / norm of the key: in real models short keys draw attention (Devoto et al. 2024). Needs no
+// attention at all.
+template <class T>
+double key_norm_importance(std::span<const T> key) {
+  return 1 / std::max(key_norm(key), kShortestKey);
 }
 
 }  // namespace verkv
