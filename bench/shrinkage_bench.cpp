@@ -14,8 +14,9 @@ void newton(benchmark::State& state, const StageData* data) {
   for (std::int64_t i = 0; i < data->tokens; ++i) rho.push_back(to_float(data->odds[at(i)]));
   int rounds = 0;
   for (auto _ : state) {
-    benchmark::DoNotOptimize(
-        shrinkage_beta(data->head_weight(0), std::span<const float>(rho), &rounds));
+    const Shrinkage solved = solve_shrinkage(data->head_weight(0), std::span<const float>(rho));
+    benchmark::DoNotOptimize(solved.beta);
+    rounds = solved.rounds;
   }
   count_tokens(state, data->tokens, 8.0 * rounds);
   state.counters["rounds"] = rounds;

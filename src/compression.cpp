@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <optional>
 #include <utility>
 
 #include <verkv/error.hpp>
@@ -42,11 +43,11 @@ void check_importance(const ImportanceView& view, std::size_t layer) {
   for (std::int64_t h = 0; h < view.heads; ++h) {
     const std::span<const float> scores(view.data + h * view.head_stride,
                                         static_cast<std::size_t>(view.tokens));
-    const std::int64_t bad = first_invalid_importance(scores);
-    if (bad < 0) continue;
+    const std::optional<std::int64_t> bad = first_invalid_importance(scores);
+    if (!bad) continue;
     throw InvalidArgument(fmt::format(
         "layer {}, head {}, token {}: importance {}; scores must be finite and not negative", layer,
-        h, bad, scores[static_cast<std::size_t>(bad)]));
+        h, *bad, scores[static_cast<std::size_t>(*bad)]));
   }
 }
 

@@ -134,7 +134,7 @@ Answer from_headers(const Case& c) {
   for (std::size_t i = m.first; i < m.last; ++i) {
     a.inclusion[i] = solution.probability(c.importance[i]);
   }
-  a.has_scale = solution.uniform < 0 && solution.scale > 0 && std::isfinite(solution.scale);
+  a.has_scale = !solution.uniform && solution.scale > 0 && std::isfinite(solution.scale);
   a.scale_c = solution.scale;
   a.low = low_of(a.inclusion);
 
@@ -315,7 +315,7 @@ void check_file(const std::filesystem::path& path) {
   c.local = input.at("local_tokens").get<std::size_t>();
   c.epsilon = input.at("epsilon").get<double>();
   c.delta = input.at("delta").get<double>();
-  REQUIRE(verkv::first_invalid_importance<double>(c.importance) == -1);
+  REQUIRE_FALSE(verkv::first_invalid_importance<double>(c.importance));
   {
     INFO("stage headers");
     check_answer(c, expected, from_headers(c), stop_of_headers);

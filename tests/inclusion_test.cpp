@@ -238,9 +238,9 @@ TEST_CASE("the first score that is no score is named") {
   const auto first = [](const std::vector<float>& tau) {
     return verkv::first_invalid_importance(std::span<const float>(tau));
   };
-  CHECK(first({}) == -1);
-  CHECK(first({0.0f, 1.0f, 3e38f}) == -1);
-  CHECK(first({0.0f, -0.0f}) == -1);
+  CHECK_FALSE(first({}));
+  CHECK_FALSE(first({0.0f, 1.0f, 3e38f}));
+  CHECK_FALSE(first({0.0f, -0.0f}));
   CHECK(first({0.0f, nan, -1.0f}) == 1);
   CHECK(first({0.0f, 1.0f, -1e-30f}) == 2);
   CHECK(first({inf}) == 0);

@@ -23,8 +23,12 @@ using Vector = std::vector<double>;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-double beta_of(const Vector& w, const Vector& rho, int* rounds = nullptr) {
-  return verkv::shrinkage_beta<double, double>(w, rho, rounds);
+verkv::Shrinkage solve(const Vector& w, const Vector& rho) {
+  return verkv::solve_shrinkage<double, double>(w, rho);
+}
+
+double beta_of(const Vector& w, const Vector& rho) {
+  return verkv::shrinkage_beta<double, double>(w, rho);
 }
 
 Vector lambda_of(const Vector& w, const Vector& rho, double beta) {
@@ -41,8 +45,8 @@ TEST_CASE("closed form against bisection on Definition 2") {
   for (int trial = 0; trial < 1000; ++trial) {
     const LowCase c = random_low_case(random, 1 + random.below(200));
     const Vector rho = c.odds();
-    int rounds = 0;
-    const double beta = beta_of(c.w, rho, &rounds);
+    const auto [beta, rounds] = solve(c.w, rho);
+    REQUIRE(beta_of(c.w, rho) == beta);
     most_rounds = std::max(most_rounds, rounds);
     const auto expected = verkv::reference::shrinkage(c.w, c.r);
     INFO("trial " << trial << ", n " << c.w.size());
@@ -143,9 +147,8 @@ TEST_CASE("the order of the tokens does not matter") {
 }
 
 TEST_CASE("edges: no token, one token, H, weightless, never drawn, ties") {
-  int rounds = 0;
-  CHECK(beta_of({}, {}, &rounds) == 0);
-  CHECK(rounds == 1);
+  CHECK(solve({}, {}).beta == 0);
+  CHECK(solve({}, {}).rounds == 1);
   // One token: beta = w / (1 + rho) = w (1 - r) and lambda = r.
   CHECK(beta_of({3.0}, {0.5}) == 2.0);
   CHECK(verkv::shrinkage_lambda(3.0, 0.5, 2.0) == 0.5 / 1.5);

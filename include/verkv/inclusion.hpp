@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <span>
 
 #include <verkv/config.hpp>
@@ -41,25 +42,25 @@ VERKV_HD constexpr Positive16 stored_odds(double r) {
   return rho > 65536.0 ? kPositive16Infinity : to_positive16(static_cast<float>(rho));
 }
 
-// First index whose importance is NaN, negative or infinite; -1 if there is none.
+// First index whose importance is NaN, negative or infinite.
 template <class T>
-std::int64_t first_invalid_importance(std::span<const T> tau) {
+std::optional<std::int64_t> first_invalid_importance(std::span<const T> tau) {
   for (std::size_t i = 0; i < tau.size(); ++i) {
     if (!(tau[i] >= T(0)) || tau[i] == std::numeric_limits<T>::infinity()) {
       return static_cast<std::int64_t>(i);
     }
   }
-  return -1;
+  return std::nullopt;
 }
 
 // The solution of Eq. 3 for one pool.
 struct Inclusion {
-  double scale = 0;     // c; infinite when every token with tau > 0 is kept
-  double uniform = -1;  // if >= 0, r is this number for every token (all tau equal to 0)
+  double scale = 0;               // c; infinite when every token with tau > 0 is kept
+  std::optional<double> uniform;  // r of every token, whatever its tau (all tau equal to 0)
 
   // r of a token with importance tau >= 0. tau = 0 gives 0 even when c is infinite.
   VERKV_HD double probability(double tau) const {
-    if (uniform >= 0) return uniform;
+    if (uniform) return *uniform;
     if (tau <= 0) return 0;
     const double r = scale * tau;
     return r < 1 ? r : 1;

@@ -46,17 +46,20 @@ VERKV_HD constexpr double beta_of_sums(double weight, double odds) { return weig
 // within ten rounds; the bound keeps sums that are not numbers from going round for ever.
 inline constexpr int kMostBetaRounds = 100;
 
-// beta of (2) over L = {i : rho_i finite}; tokens with rho = infinity (H) and w = 0 are skipped.
-// Newton's (Dinkelbach's) iteration from below: beta <- W_A / (1 + R_A), A <- {i : w_i > beta
-// rho_i}; it rises monotonically and stops after finitely many rounds. A NaN weight makes the
-// result NaN. Sums in double. O(n) a round, no allocation. out_rounds (optional) receives the
-// number of rounds.
-template <class W, class R>
-double shrinkage_beta(std::span<const W> w, std::span<const R> rho, int* out_rounds = nullptr) {
+// beta of (2), and the rounds that it took.
+struct Shrinkage {
   double beta = 0;
   int rounds = 0;
-  for (;;) {
-    ++rounds;
+};
+
+// Solves (2) over L = {i : rho_i finite}; tokens with rho = infinity (H) and w = 0 are skipped.
+// Newton's (Dinkelbach's) iteration from below: beta <- W_A / (1 + R_A), A <- {i : w_i > beta
+// rho_i}; it rises monotonically and stops after finitely many rounds. A NaN weight makes the
+// result NaN. Sums in double. O(n) a round, no allocation.
+template <class W, class R>
+Shrinkage solve_shrinkage(std::span<const W> w, std::span<const R> rho) {
+  double beta = 0;
+  for (int rounds = 1;; ++rounds) {
     double weight = 0;
     double odds = 0;
     for (std::size_t i = 0; i < w.size(); ++i) {
@@ -68,15 +71,16 @@ double shrinkage_beta(std::span<const W> w, std::span<const R> rho, int* out_rou
       odds += ri;
     }
     const double next = beta_of_sums(weight, odds);
-    if (next != next) {
-      beta = next;
-      break;
-    }
-    if (!(next > beta)) break;
+    if (next != next) return {next, rounds};
+    if (!(next > beta)) return {beta, rounds};
     beta = next;
   }
-  if (out_rounds != nullptr) *out_rounds = rounds;
-  return beta;
+}
+
+// beta of (2) alone.
+template <class W, class R>
+double shrinkage_beta(std::span<const W> w, std::span<const R> rho) {
+  return solve_shrinkage(w, rho).beta;
 }
 
 }  // namespace verkv
