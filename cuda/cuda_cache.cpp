@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
 
@@ -12,6 +13,9 @@
 
 namespace verkv {
 namespace {
+
+// A launch has a block for each query head of each row, and at most 2^31 of them: room for 2047 heads.
+constexpr std::int64_t kMostRows = std::int64_t{1} << 20;
 
 bool is_known(MemorySpace space) {
   switch (space) {
@@ -50,9 +54,9 @@ std::unique_ptr<KvCacheManager> make_cuda_cache(CacheConfig config, const CudaOp
     throw InvalidArgument("CUDA device " + std::to_string(options.device) + "; there are " +
                           std::to_string(devices));
   }
-  if (options.rows && *options.rows < 0) {
-    throw InvalidArgument("CudaOptions::rows is " + std::to_string(*options.rows) +
-                          "; it cannot be negative");
+  if (options.rows && (*options.rows < 0 || *options.rows > kMostRows)) {
+    throw InvalidArgument("CudaOptions::rows is " + std::to_string(*options.rows) + "; 0 to " +
+                          std::to_string(kMostRows) + " are supported, or none");
   }
   if (!is_known(options.views)) {
     throw InvalidArgument("CudaOptions::views is " +

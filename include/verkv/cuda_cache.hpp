@@ -31,7 +31,7 @@ struct CudaOptions {
   // makes one that keeps order with the legacy default stream.
   void* stream = nullptr;
   MemorySpace views = MemorySpace::host;
-  // Most rows of a batch, padding included: create_sequence makes room for them. None: as many as
+  // Most rows of a batch, padding included, at most 2^20: create_sequence makes room for them. None: as many as
   // there are sequences. A larger batch makes room by itself, which waits for the device; inside a
   // capture it is refused with CapacityError.
   std::optional<std::int64_t> rows = std::nullopt;
@@ -51,8 +51,8 @@ VERKV_API std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& c
 // Every decision (samples, certificates, fetch lists) is that of make_cpu_cache with the same
 // configuration, bit for bit; outputs agree to rounding. CacheConfig::threads and
 // StudyConfig::vector_code have no meaning here. Throws InvalidArgument with the reasons above, on a
-// memory space outside its enumeration, on a negative number of rows or on a device that does not
-// exist; DeviceError if the device refuses.
+// memory space outside its enumeration, on a number of rows out of its range or on a device that
+// does not exist; DeviceError if the device refuses.
 VERKV_API std::unique_ptr<KvCacheManager> make_cuda_cache(CacheConfig config,
                                                           const CudaOptions& options = {});
 

@@ -659,9 +659,13 @@ TEST_CASE("padding rows in a capture") {
     REQUIRE(scene.answers(0));
     REQUIRE(verkv::cuda_graph_generation(*scene.twins().cuda) != before);
   }
-  CudaOptions negative;
-  negative.rows = -1;
-  REQUIRE_THROWS_AS(verkv::make_cuda_cache(small_config(), negative), InvalidArgument);
+  for (const std::int64_t rows :
+       {std::int64_t{-1}, (std::int64_t{1} << 20) + 1, std::numeric_limits<std::int64_t>::max()}) {
+    CudaOptions wrong;
+    wrong.rows = rows;
+    REQUIRE_THROWS_WITH(verkv::make_cuda_cache(small_config(), wrong),
+                        Catch::Contains(std::to_string(rows)) && Catch::Contains("1048576"));
+  }
 }
 
 TEST_CASE("the graph generation changes when captured sizes or addresses do, and only then") {
