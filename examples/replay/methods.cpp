@@ -5,16 +5,12 @@
 
 #include <fmt/format.h>
 
+#include "../common/cache_options.hpp"
 #include "options.hpp"
 
 namespace verkv::replay {
 
 namespace {
-
-SketchConfig sketch_config(const std::string& word) {
-  if (word == "exact") return {SketchKind::exact, 2};
-  return {SketchKind::calibrated, word[0] - '0'};
-}
 
 // Names of scores that every one of the layers has.
 std::set<std::string> common_importance(const Options& options, const RecordedCache& cache) {
@@ -57,7 +53,7 @@ CacheConfig base_config(const Options& options) {
   config.local_tokens = options.local;
   // The decoded tokens stay in the local window: every step sees the same sample.
   config.chunk_tokens.reset();
-  config.sketch = sketch_config(options.sketch);
+  config.sketch = examples::parse_sketch(options.sketch);
   config.fetch.mode = options.fetch;
   config.fetch.epsilon = options.epsilon;
   config.fetch.delta = options.delta;
@@ -152,7 +148,7 @@ std::vector<Method> promise_methods(const Options& options, const std::string& i
       for (const double epsilon : kPromiseEpsilons) {
         for (const double delta : kPromiseDeltas) {
           Method method = compared(options, keep, importance, Selection::poisson, epsilon, {}, {});
-          method.config.sketch = sketch_config(sketch);
+          method.config.sketch = examples::parse_sketch(sketch);
           method.config.fetch.delta = delta;
           method.label = fmt::format("{}, eps {:g}, delta {:g}", sketch_label(method.config.sketch),
                                      epsilon, delta);

@@ -42,11 +42,11 @@ HWY_INLINE std::int64_t count_true(MF mask) {
 #if HWY_TARGET == HWY_AVX2
 // Lane numbers of the set bits of every mask of 8 lanes, ascending. Highway has the same table, but
 // as a local constant that GCC copies to the stack for every use.
-struct CompressTable {
+struct PackTable {
   alignas(64) std::uint8_t lane[256][8] = {};
 };
-constexpr CompressTable compress_table() {
-  CompressTable table;
+constexpr PackTable pack_table() {
+  PackTable table;
   for (unsigned bits = 0; bits < 256; ++bits) {
     int at = 0;
     for (unsigned lane = 0; lane < 8; ++lane) {
@@ -55,19 +55,18 @@ constexpr CompressTable compress_table() {
   }
   return table;
 }
-constexpr CompressTable kCompressTable = compress_table();
+constexpr PackTable kPackTable = pack_table();
 #endif
 
 // Moves the lanes of a mask to the front of a vector.
-class Compressor {
+class LanePacker {
  public:
 #if HWY_TARGET == HWY_AVX2
-  HWY_INLINE explicit Compressor(MF mask) {
+  HWY_INLINE explicit LanePacker(MF mask) {
     std::uint8_t bits[8] = {};
     hn::StoreMaskBits(df, mask, bits);
     const hn::Rebind<std::uint8_t, DF> d8;
-    lanes_ =
-        hn::IndicesFromVec(du32, hn::PromoteTo(du32, hn::LoadU(d8, kCompressTable.lane[bits[0]])));
+    lanes_ = hn::IndicesFromVec(du32, hn::PromoteTo(du32, hn::LoadU(d8, kPackTable.lane[bits[0]])));
   }
   // Whole vectors are written; what follows the lanes of the mask is arbitrary.
   HWY_INLINE void store(VU32 v, std::uint32_t* p) const {
@@ -80,7 +79,7 @@ class Compressor {
  private:
   decltype(hn::IndicesFromVec(du32, hn::Zero(du32))) lanes_;
 #else
-  HWY_INLINE explicit Compressor(MF mask) : mask_(mask) {}
+  HWY_INLINE explicit LanePacker(MF mask) : mask_(mask) {}
   HWY_INLINE void store(VU32 v, std::uint32_t* p) const {
     hn::StoreU(hn::Compress(v, hn::RebindMask(du32, mask_)), du32, p);
   }
@@ -123,7 +122,7 @@ std::int64_t select_tokens_of(const float* w, std::int64_t stride, const Positiv
     } else {
       for (int h = 0; h < heads; ++h) add_head(h);
     }
-    Compressor(any).store(positions(i), out + found);
+    LanePacker(any).store(positions(i), out + found);
     found += count_true(any);
   });
   for (int h = 0; h < heads; ++h) out_planned[h] += planned[h];
@@ -160,11 +159,11 @@ void plan_start(const float* w, const Positive16* odds, std::int64_t count, floa
     const VF x = lanes.load(w + i);
     const VF rho = load(odds + i);
     const MF positive = hn::Gt(x, hn::Zero(df));
-    const Compressor compress(positive);
-    compress.store(x, to.weight + kept);
-    compress.store(rho, to.odds + kept);
-    compress.store(fetch_worth(x, rho, hn::Set(df, beta)), to.worth + kept);
-    compress.store(positions(i), to.position + kept);
+    const LanePacker packer(positive);
+    packer.store(x, to.weight + kept);
+    packer.store(rho, to.odds + kept);
+    packer.store(fetch_worth(x, rho, hn::Set(df, beta)), to.worth + kept);
+    packer.store(positions(i), to.position + kept);
     kept += count_true(positive);
   });
   plan.count = kept;
@@ -250,11 +249,11 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
                 raise(top[0][part], largest_odds, above);
                 raise(top[1][part], hn::Mul(t, largest_odds), below);
                 // kept <= i, so whole vectors may be written over what has been read.
-                const Compressor compress(keep);
-                compress.store(x, to.weight + kept);
-                compress.store(rho, to.odds + kept);
-                compress.store(worth, to.worth + kept);
-                compress.store(position, to.position + kept);
+                const LanePacker packer(keep);
+                packer.store(x, to.weight + kept);
+                packer.store(rho, to.odds + kept);
+                packer.store(worth, to.worth + kept);
+                packer.store(position, to.position + kept);
                 kept += count_true(keep);
               });
     add_folds(lane, total);
