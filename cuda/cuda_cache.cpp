@@ -14,7 +14,8 @@
 namespace verkv {
 namespace {
 
-// A launch has a block for each query head of each row, and at most 2^31 of them: room for 2047 heads.
+// A launch has a block for each query head of each row, and fewer than 2^31 of them: room for 2047
+// heads.
 constexpr std::int64_t kMostRows = std::int64_t{1} << 20;
 
 bool is_known(MemorySpace space) {

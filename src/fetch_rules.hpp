@@ -13,7 +13,7 @@
 
 namespace verkv {
 
-// What a FetchMode says. Code asks the flags, so a new mode is a warning here and nowhere forgotten.
+// What a FetchMode says. Code asks the flags: a new mode is a warning here and forgotten nowhere.
 struct FetchFlags {
   bool fetches = true;   // at all
   bool by_rules = true;  // what the stop rules ask for; otherwise every token

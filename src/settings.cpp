@@ -239,8 +239,8 @@ double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType st
   const double full = static_cast<double>(layer.key_dim + layer.value_dim) *
                       static_cast<double>(size_bytes(storage));
   // Per token: sketch and odds; per resident: its row and its position. The matrices of the sketch
-  // belong to a sequence, not to a token: not counted. Any split of the bits takes about the bytes of
-  // this one, which stores all coordinates.
+  // belong to a sequence, not to a token: not counted. Any split of the bits takes about the bytes
+  // of this one, which stores all coordinates.
   const int dim = static_cast<int>(layer.key_dim);
   const SketchShape shape{sketch.kind, dim,
                           has_codes(sketch.kind) ? dim * (sketch.bits - 2) / 2 : 0};

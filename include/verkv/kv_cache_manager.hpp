@@ -96,12 +96,12 @@ class VERKV_API KvCacheManager {
   // Attention of one query token per row, over all tokens of the row's sequence in `layer`:
   //   output = sum_i softmax(logit)_i value_i,   logit_i = scale * q.k_i (soft-capped)
   // In a decode step `append` comes first and `attend` second: a token attends to itself. A sequence
-  // without tokens in the layer answers as a padding row does, output 0 and LSE -infinity, and its
-  // epsilon of 0 counts as certified.
+  // without tokens in the layer has the answer of a padding row, output 0 and LSE -infinity, with
+  // epsilon 0, and is certified.
   // Allocates nothing, except in two cases. Where reports are left out and padding makes more rows
-  // than there have been sequences, room for the reports of the rows grows. On a device, buffers
-  // grow where the batch has more rows than there is room for (CudaOptions::rows). Blocks until outputs and reports are written, except with views in a
-  // device's memory.
+  // than there have ever been sequences, room for the reports of the rows grows. On a device,
+  // buffers grow where the batch has more rows than there is room for (CudaOptions::rows).
+  // Blocks until outputs and reports are written, except with views in a device's memory.
   // Throws InvalidArgument on a wrong shape or type, an unknown or repeated sequence, or a query that
   // is not finite (in a device's memory: a later call throws).
   void attend(std::int64_t layer, const AttendBatch& batch);

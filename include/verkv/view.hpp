@@ -1,8 +1,9 @@
 // Non-owning views with 64-bit strides. Trivially copyable, so they may go to a kernel by value.
 //
 // A call reads its views and keeps none of them. Views of one call may overlap each other; rows of
-// one view may not overlap: the smaller stride spans a row, the larger spans all rows of the smaller
-// (the stride of an axis with one element is not looked at). Outputs (AttendBatch) may overlap nothing that the call is given.
+// one view may not overlap: the smaller stride spans a row, the larger all rows of the smaller (an
+// axis with one element may have any stride). Outputs (AttendBatch) may overlap nothing that the
+// call is given.
 #ifndef VERKV_VIEW_HPP
 #define VERKV_VIEW_HPP
 
