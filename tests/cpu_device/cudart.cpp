@@ -56,11 +56,10 @@ int target_of(const std::string& ptx) {
   return at == std::string::npos ? 0 : std::atoi(ptx.c_str() + at + 11);
 }
 
-// The newest PTX that the device may run.
-const Module* module_of(FatBinary& binary) {
-  Device& device = current_device();
-  if (binary.module) return binary.module.get();
-  const int capability = device.options().compute_major * 10 + device.options().compute_minor;
+// The newest PTX that the device may run; null if there is none.
+const std::string* text_of(const FatBinary& binary) {
+  const DeviceOptions& options = current_device().options();
+  const int capability = options.compute_major * 10 + options.compute_minor;
   const std::string* best = nullptr;
   for (int i = 0; i < binary.versions; ++i) {
     const int target = target_of(binary.ptx[i]);
@@ -68,9 +67,15 @@ const Module* module_of(FatBinary& binary) {
       best = &binary.ptx[i];
     }
   }
-  if (!best) return nullptr;
+  return best;
+}
+
+const Module* module_of(FatBinary& binary) {
+  if (binary.module) return binary.module.get();
+  const std::string* const text = text_of(binary);
+  if (!text) return nullptr;
   try {
-    binary.module = device.load(*best);
+    binary.module = current_device().load(*text);
   } catch (const ParseError&) {
     return nullptr;
   }
@@ -165,6 +170,14 @@ void read_binary(FatBinary& binary, const unsigned char* data) {
 Device& current_device() {
   if (!program().device) program().device = std::make_unique<Device>();
   return *program().device;
+}
+
+std::string ptx_of(const std::string& source) {
+  for (const FatBinary& binary : program().binaries) {
+    const std::string* const text = text_of(binary);
+    if (text && text->find("/" + source + "\"") != std::string::npos) return *text;
+  }
+  return "";
 }
 
 Device& reset_device(const DeviceOptions& options) {

@@ -3,6 +3,8 @@
 #ifndef VERKV_TESTS_CPU_DEVICE_CUDART_HPP
 #define VERKV_TESTS_CPU_DEVICE_CUDART_HPP
 
+#include <string>
+
 #include "device.hpp"
 
 namespace verkv::cpu_device {
@@ -12,6 +14,10 @@ Device& current_device();
 
 // A new device: nothing of the old one is left, no allocation, stream or error.
 Device& reset_device(const DeviceOptions& options = {});
+
+// The PTX that the kernels of a source are run from: of the file "plan.cu", for instance, compiled with
+// -lineinfo. Empty if the program has none.
+std::string ptx_of(const std::string& source);
 
 }  // namespace verkv::cpu_device
 

@@ -10,7 +10,6 @@
 #include <map>
 #include <memory>
 #include <regex>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -28,13 +27,6 @@ namespace {
 
 using cpu_device::Kernel;
 using KernelPointer = std::shared_ptr<const Kernel>;
-
-std::string ptx_file(const std::string& stem) {
-  std::ifstream file(std::string(VERKV_TEST_PTX_DIR) + "/" + stem + ".ptx");
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
 
 // The lines of a source of the kernels.
 const std::vector<std::string>& source(const std::string& name) {
@@ -315,8 +307,10 @@ TEST_CASE("no barrier of a step can be left out") {
   Runs runs;
   for (const Setup& setup : scenes()) runs.add(setup);
   runs.sort();
-  for (const char* stem : {"scores", "plan", "certificate", "attention"}) {
-    for (const auto& [name, kernel] : cpu_device::parse_ptx(ptx_file(stem)).kernels) {
+  for (const char* file : {"scores.cu", "plan.cu", "certificate.cu", "attention.cu"}) {
+    const std::string ptx = cpu_device::ptx_of(file);
+    REQUIRE(!ptx.empty());
+    for (const auto& [name, kernel] : cpu_device::parse_ptx(ptx).kernels) {
       CAPTURE(name);
       CHECK(runs.kernels.count(kernel->readable_name) == 1);
     }

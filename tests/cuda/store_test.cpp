@@ -5,10 +5,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -440,10 +438,7 @@ TEST_CASE("bad numbers are described") {
 
 // Every barrier in the kernels is needed: without it a race is reported.
 TEST_CASE("no barrier can be left out of encoding and draw") {
-  std::ifstream file(std::string(VERKV_TEST_PTX_DIR) + "/compress.ptx");
-  std::stringstream text;
-  text << file.rdbuf();
-  const std::string ptx = text.str();
+  const std::string ptx = device::ptx_of("compress.cu");
   REQUIRE(!ptx.empty());
   Setup setup;
   setup.key_dim = 80;
