@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "invalid.hpp"
 #include "manager_access.hpp"
 #include "settings.hpp"
 
@@ -19,11 +20,6 @@ namespace {
 constexpr std::int64_t kMaxTokens = (std::int64_t{1} << 32) - 1;
 // Position and score of a token of the local window.
 constexpr std::int64_t kWindowMetadataBytes = 12;
-
-template <class... Args>
-[[noreturn]] void invalid(fmt::format_string<Args...> text, Args&&... args) {
-  throw InvalidArgument(fmt::format(text, std::forward<Args>(args)...));
-}
 
 std::uint64_t magnitude(std::int64_t x) {
   const std::uint64_t bits = static_cast<std::uint64_t>(x);

@@ -10,6 +10,8 @@
 #include <verkv/error.hpp>
 #include <verkv/sketch.hpp>
 
+#include "invalid.hpp"
+
 namespace verkv {
 namespace {
 
@@ -169,11 +171,6 @@ void check_study(const StudyConfig& study, double keep, Reasons& reasons) {
     reasons.add("probability {}; must be finite and above 0, or off", *study.probability);
   if (study.cap && !(std::isfinite(*study.cap) && *study.cap >= 1))
     reasons.add("cap {}; must be finite and at least 1, or off", *study.cap);
-}
-
-template <class... Args>
-[[noreturn]] void invalid(fmt::format_string<Args...> text, Args&&... args) {
-  throw InvalidArgument(fmt::format(text, std::forward<Args>(args)...));
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <limits>
 #include <span>
 
 #include <verkv/fetch_plan.hpp>
@@ -13,8 +12,6 @@
 
 namespace verkv::cpu {
 namespace {
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 class Planner {
  public:

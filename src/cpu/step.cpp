@@ -17,8 +17,6 @@
 namespace verkv::cpu {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
 // The plan's shift serves the attention too while the largest summand of D_hat is within this of
 // it. Weights then reach exp(20) = 5e8, and those that weight_exp cuts off are below
 // exp(-67) = 8e-30 of the largest: neither matters in binary32. A guess; 40 would do as well.

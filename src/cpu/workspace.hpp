@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include <verkv/fetch_plan.hpp>
@@ -13,6 +14,8 @@
 #include "fetch_rules.hpp"
 
 namespace verkv::cpu {
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // What a step knows of one query head.
 struct HeadState {
