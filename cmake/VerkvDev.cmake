@@ -6,6 +6,12 @@ add_library(verkv_dev INTERFACE)
 # on its own; where a fused operation is wanted the code says so.
 target_compile_options(verkv_dev INTERFACE -ffp-contract=off)
 
+# verkv_quick: besides, for what waits for people or files and not for the processor. Its compile time is
+# mostly the templates of others (options, JSON, text), of which -O1 makes less code.
+add_library(verkv_quick INTERFACE)
+target_link_libraries(verkv_quick INTERFACE verkv_dev)
+target_compile_options(verkv_quick INTERFACE $<$<CONFIG:Release>:-O1>)
+
 # Inside another project the warnings would be noise that its authors cannot act on.
 if(PROJECT_IS_TOP_LEVEL)
   target_compile_options(

@@ -19,7 +19,7 @@ foreach(name IN ITEMS Prose Code Python Cpp Words)
   target_sources(verkv_lab_parts PRIVATE ${CMAKE_CURRENT_BINARY_DIR}/${name}Data.cpp)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
 endforeach()
-set_target_properties(verkv_lab_parts PROPERTIES CXX_EXTENSIONS OFF)
+set_target_properties(verkv_lab_parts PROPERTIES CXX_EXTENSIONS OFF UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
 target_include_directories(verkv_lab_parts PUBLIC ${CMAKE_CURRENT_LIST_DIR})
 target_link_libraries(
   verkv_lab_parts

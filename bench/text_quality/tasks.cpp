@@ -15,7 +15,7 @@ namespace verkv::lab {
 
 namespace {
 
-constexpr std::string_view kKindNames[] = {"single", "mk1", "mk3", "mv", "cwe", "qa1"};
+constexpr std::string_view kTaskNames[] = {"single", "mk1", "mk3", "mv", "cwe", "qa1"};
 
 std::string two(TextRandom& random, Words first, std::string_view between, Words second) {
   std::string text(random.pick(first));
@@ -288,7 +288,7 @@ bool contains(const std::string& text, const std::string& answer) {
 
 }  // namespace
 
-std::string_view name(TaskKind kind) { return kKindNames[static_cast<std::size_t>(kind)]; }
+std::string_view name(TaskKind kind) { return kTaskNames[static_cast<std::size_t>(kind)]; }
 
 std::optional<TaskKind> parse_task_kind(std::string_view text) {
   for (const TaskKind kind : {TaskKind::single, TaskKind::mk1, TaskKind::mk3, TaskKind::mv,

@@ -13,7 +13,7 @@ namespace verkv::lab {
 
 namespace {
 
-constexpr std::array<std::string_view, 3> kKindNames{"prose", "code", "uuids"};
+constexpr std::array<std::string_view, 3> kTextNames{"prose", "code", "uuids"};
 
 class Uuids {
  public:
@@ -41,7 +41,7 @@ class Uuids {
 
 }  // namespace
 
-std::string_view name(TextKind kind) { return kKindNames[static_cast<std::size_t>(kind)]; }
+std::string_view name(TextKind kind) { return kTextNames[static_cast<std::size_t>(kind)]; }
 
 std::optional<TextKind> parse_text_kind(std::string_view text) {
   for (const TextKind kind : {TextKind::prose, TextKind::code, TextKind::uuids}) {
