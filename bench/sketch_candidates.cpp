@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <Eigen/Dense>
+#include <Eigen/Eigenvalues>
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -17,6 +17,14 @@
 namespace verkv::lab {
 
 namespace {
+
+// One product of two plain matrices, and not one for each pair of expressions: the compiler would take
+// seconds for every further one.
+template <class M>
+M product(const M& a, const M& b) {
+  return a * b;
+}
+using Square = Eigen::MatrixXd;
 
 Matrix centred(const Matrix& keys, Eigen::RowVectorXf& mean) {
   mean = keys.cast<double>().colwise().mean().cast<float>();
@@ -58,7 +66,7 @@ Vector lloyd_max_levels(int bits) {
 }
 
 // Quantises the columns [begin, begin + count) of y in units of each row's own root mean square.
-void quantise_band(Eigen::MatrixXd& y, Index begin, Index count, int bits, Scale scale) {
+void quantise_band(Square& y, Index begin, Index count, int bits, Scale scale) {
   if (count == 0) return;
   auto band = y.middleCols(begin, count);
   if (bits == 0) {
@@ -88,10 +96,10 @@ void quantise_band(Eigen::MatrixXd& y, Index begin, Index count, int bits, Scale
   }
 }
 
-Eigen::MatrixXd rotation(Index dim) {
+Square rotation(Index dim) {
   std::vector<float> signs(static_cast<std::size_t>(2 * dim));
   rotation_signs(7, static_cast<int>(dim), signs);
-  Eigen::MatrixXd r(dim, dim);
+  Square r(dim, dim);
   std::vector<float> column(static_cast<std::size_t>(dim));
   for (Index j = 0; j < dim; ++j) {
     std::fill(column.begin(), column.end(), 0.0f);
@@ -106,10 +114,10 @@ Eigen::MatrixXd rotation(Index dim) {
 Matrix rotated(const Head& head, int bits, Scale scale) {
   Eigen::RowVectorXf mean;
   const Matrix x = centred(head.keys, mean);
-  const Eigen::MatrixXd r = rotation(x.cols());
-  Eigen::MatrixXd y = x.cast<double>() * r.transpose();
+  const Square r = rotation(x.cols());
+  Square y = product<Square>(x.cast<double>(), r.transpose());
   quantise_band(y, 0, y.cols(), bits, scale);
-  Matrix result = (y * r).cast<float>();
+  Matrix result = product(y, r).cast<float>();
   result.rowwise() += mean;
   return result;
 }
@@ -120,19 +128,19 @@ Matrix strongest_half(const Head& head) {
   Eigen::RowVectorXf mean;
   const Matrix x = centred(head.keys, mean);
   const Index d = x.cols();
-  const Eigen::MatrixXd q = head.prompt_queries.cast<double>();
-  Eigen::MatrixXd c = q.transpose() * q;
-  c = 0.9 / c.trace() * static_cast<double>(d) * c + 0.1 * Eigen::MatrixXd::Identity(d, d);
-  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> of_c(c);
-  const Eigen::MatrixXd root = of_c.operatorSqrt();
-  const Eigen::MatrixXd inverse = of_c.operatorInverseSqrt();
-  Eigen::MatrixXd y = x.cast<double>() * root;
-  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> of_y(y.transpose() * y);
+  const Square q = head.prompt_queries.cast<double>();
+  Square c = product<Square>(q.transpose(), q);
+  c = 0.9 / c.trace() * static_cast<double>(d) * c + 0.1 * Square::Identity(d, d);
+  const Eigen::SelfAdjointEigenSolver<Square> of_c(c);
+  const Square root = of_c.operatorSqrt();
+  const Square inverse = of_c.operatorInverseSqrt();
+  Square y = product<Square>(x.cast<double>(), root);
+  const Eigen::SelfAdjointEigenSolver<Square> of_y(product<Square>(y.transpose(), y));
   const Index half = d / 2;
-  const Eigen::MatrixXd v = of_y.eigenvectors().rightCols(half) * rotation(half).transpose();
-  Eigen::MatrixXd z = y * v;
+  const Square v = product<Square>(of_y.eigenvectors().rightCols(half), rotation(half).transpose());
+  Square z = product(y, v);
   quantise_band(z, 0, half, 4, Scale::length);
-  Matrix result = (z * v.transpose() * inverse).cast<float>();
+  Matrix result = product(product<Square>(z, v.transpose()), inverse).cast<float>();
   result.rowwise() += mean;
   return result;
 }
@@ -170,7 +178,7 @@ Matrix calibrated(const Head& head, int bits, bool with_queries) {
   Matrix dual(stored, d);
   for (Index i = 0; i < stored * d; ++i)
     dual.data()[i] = basis.unit * to_float(basis.query[static_cast<std::size_t>(i)]);
-  const Matrix y = x * encode.transpose();
+  const Matrix y = product<Matrix>(x, encode.transpose());
   Matrix z(y.rows(), stored);
   std::vector<std::uint8_t> codes(static_cast<std::size_t>(code_storage_bytes(basis.shape, 16)));
   for (Index i = 0; i < y.rows(); ++i) {
@@ -183,7 +191,7 @@ Matrix calibrated(const Head& head, int bits, bool with_queries) {
       z(i, j) = scale * static_cast<float>(byte - kLevelBias);
     }
   }
-  Matrix result = z * dual;
+  Matrix result = product(z, dual);
   result.rowwise() += mean;
   return result;
 }
