@@ -1,4 +1,4 @@
-// A million tokens: one step stays within two gibibytes beyond the cache itself, and within its
+// A million tokens: one step stays within a gibibyte beyond the cache itself, and within its
 // certificate.
 
 #include <algorithm>
@@ -22,7 +22,8 @@ using verkv::reference::Random;
 
 constexpr std::int64_t kTokens = 1048576;
 constexpr std::int64_t kChunk = 16384;
-constexpr std::int64_t kDim = 128;
+// What grows with the tokens does not depend on it, but its square is the time of the encoding.
+constexpr std::int64_t kDim = 64;
 constexpr std::int64_t kQueryHeads = 4;
 
 // Peak resident memory of this process in bytes; 0 where the system does not say.
@@ -164,6 +165,6 @@ TEST_CASE("A step over a million tokens") {
   const std::int64_t peak = peak_memory();
   INFO("peak " << peak / 1048576 << " MiB, cache " << cache_bytes / 1048576 << " MiB");
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-  CHECK(peak - cache_bytes < std::int64_t{2} << 30);
+  CHECK(peak - cache_bytes < std::int64_t{1} << 30);
 #endif
 }
