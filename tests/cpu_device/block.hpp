@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -129,9 +130,9 @@ class Block {
   std::uint8_t* access_global(Thread& thread, Address address, unsigned bytes,
                               const Request& request);
   void check_initialised(Thread& thread, std::uint8_t* initialised, unsigned bytes,
-                         const Request& request, const std::string& window, std::uint64_t offset);
+                         const Request& request, std::string_view window, std::uint64_t offset);
   void check_race(Thread& thread, PagedBytes& bytes, std::uint64_t offset, unsigned size,
-                  const Request& request, const std::string& window);
+                  const Request& request, std::string_view window);
   static void count(Traffic& traffic, unsigned bytes, const Request& request);
   static void touch(std::vector<bool>& sectors, std::uint64_t offset, unsigned bytes,
                     std::uint64_t& total);

@@ -147,7 +147,7 @@ std::uint64_t Block::special(const Thread& thread, Special which) const {
 // ---- memory
 
 void Block::check_race(Thread& thread, PagedBytes& bytes, std::uint64_t offset, unsigned size,
-                       const Request& request, const std::string& window) {
+                       const Request& request, std::string_view window) {
   unsigned count = 0;
   Cell* cells = bytes.cells(offset, size, count);
   for (unsigned i = 0; i < count; ++i) {
@@ -156,7 +156,8 @@ void Block::check_race(Thread& thread, PagedBytes& bytes, std::uint64_t offset, 
     if (found.other.operation != 0) {
       try {
         report_race(request.kind, found.other_writes,
-                    window + "+" + std::to_string(offset) + " (" + std::to_string(size) + " bytes)",
+                    std::string(window) + "+" + std::to_string(offset) + " (" +
+                        std::to_string(size) + " bytes)",
                     history_.describe(found.other));
       } catch (const Fault& fault) {
         thread.pc = request.pc;
@@ -165,7 +166,8 @@ void Block::check_race(Thread& thread, PagedBytes& bytes, std::uint64_t offset, 
     }
     if (request.non_coherent && cells[i].write.operation == operation_) {
       fail(thread, FaultKind::race,
-           "a load that assumes constant memory reads " + window + "+" + std::to_string(offset) +
+           "a load that assumes constant memory reads " + std::string(window) + "+" +
+               std::to_string(offset) +
                ", which this launch wrote: " + history_.describe(cells[i].write));
     }
   }
@@ -230,7 +232,7 @@ void Block::count(Traffic& traffic, unsigned bytes, const Request& request) {
 }
 
 void Block::check_initialised(Thread& thread, std::uint8_t* initialised, unsigned bytes,
-                              const Request& request, const std::string& window,
+                              const Request& request, std::string_view window,
                               std::uint64_t offset) {
   if (!initialised) return;
   if (reads(request)) {
@@ -238,7 +240,7 @@ void Block::check_initialised(Thread& thread, std::uint8_t* initialised, unsigne
     for (unsigned i = 0; i < bytes; ++i) {
       if (!initialised[i]) {
         fail(thread, FaultKind::uninitialised,
-             "nobody wrote the byte at " + window + "+" + std::to_string(offset + i));
+             "nobody wrote the byte at " + std::string(window) + "+" + std::to_string(offset + i));
       }
     }
   } else {
@@ -593,7 +595,8 @@ void Block::run_lanes(std::uint32_t warp, std::uint32_t lanes) {
       group = next_group(warp, lanes);
     }
     Decoded& in = decoded_[group.pc];
-    const auto count = static_cast<unsigned>(std::popcount(group.lanes));
+    const auto count =
+        group.lanes == ~0U ? kLanes : static_cast<unsigned>(std::popcount(group.lanes));
     in.runs += count;
     counters_.instructions += count;
     if (++steps > options_.instruction_limit) {
