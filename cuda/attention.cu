@@ -10,12 +10,12 @@
 #include "query.cuh"
 #include "step_kernels.hpp"
 #include "tuning.hpp"
+#include "window_score.hpp"
 
 namespace verkv::cuda {
 namespace {
 
-// Adds this step to the scores of the local window: squares of the probabilities under the plan's
-// D.
+// Adds this step to the scores of the local window.
 VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& view,
                                std::int64_t first_head) {
   const StepWorkspace& ws = arguments.workspace;
@@ -34,8 +34,7 @@ VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& v
     for (int h = 0; h < group; ++h) {
       const HeadState& state = ws.heads[first_head + h];
       const float logit = ws.resident_logit[(first_head + h) * ws.resident_stride + view.drawn + i];
-      const float p = weight_exp(logit - state.shift) * static_cast<float>(1 / state.denominator);
-      square += p * p;
+      square += window_square(logit, state.shift, static_cast<float>(1 / state.denominator));
     }
     view.window_square[i] += square;
     ++view.window_steps[i];

@@ -30,7 +30,7 @@ struct AttentionShared {
   int row_bytes;
 
   __host__ __device__ AttentionShared(const LayerView& layer, const StepGrid& grid)
-      : query_stride(round_up(layer.key_dim, 16)) {
+      : query_stride(round_up(layer.key_dim, kLanes)) {
     const int element = static_cast<int>(size_bytes(layer.storage));
     const int tiles = round_up(grid.part_heads, kTileHeads) / kTileHeads;
     value_offset = round_up(layer.key_dim * element, 16);
@@ -200,7 +200,7 @@ class AttentionSplit {
       const float* query = query_ + h * shared_.query_stride;
       float4 sum[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
 #pragma unroll 4
-      for (int j = 4 * (lane_index() % 4); j < layer_.key_dim; j += 16) {
+      for (int j = 4 * (lane_index() % 4); j < layer_.key_dim; j += kLanes) {
         const float4 x = load_four(key + j);
         sum[0] = fma_four(x, *reinterpret_cast<const float4*>(query + j), sum[0]);
         sum[1] =

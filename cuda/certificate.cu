@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   const bool computable = state.computable != 0;
   double bound = state.bound;
   if (view.compressed == 0) {
-    bound = computable || view.residents() == 0 ? 0 : infinite_double();
+    bound = bound_without_estimate(computable, view.residents() > 0);
   } else if (state.known == 0 || ws.groups[pair].fetched != 0) {
     const HeadPasses head(arguments, view, query_head);
     const double denominator = state.denominator;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     if (threadIdx.x == 0) ws.heads[query_head].beta = beta;
   }
   if (threadIdx.x == 0) {
-    const bool certified = bound < infinite_double() && bound <= layer.rules.epsilon;
+    const bool certified = is_certified(bound, layer.rules.epsilon);
     report[0] = __double_as_longlong(bound);
     report[1] = certified;
     report[2] = state.planned;

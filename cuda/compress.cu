@@ -48,23 +48,18 @@ __global__ void __launch_bounds__(kThreads)
 
 // Row `row` of a matrix times x, in the order of dot_rows in src/cpu/kernels.hpp; by one thread.
 VERKV_DEVICE float dot_row(const float* row, const float* x, int dim) {
-  float lane[16] = {};
-  for (int begin = 0; begin < dim; begin += 16) {
+  float lane[kLanes] = {};
+  for (int begin = 0; begin < dim; begin += kLanes) {
 #pragma unroll
-    for (int k = 0; k < 16; ++k)
+    for (int k = 0; k < kLanes; ++k)
       if (begin + k < dim) lane[k] = fmaf(row[begin + k], x[begin + k], lane[k]);
   }
-#pragma unroll
-  for (int half = 8; half > 0; half /= 2) {
-#pragma unroll
-    for (int k = 0; k < half; ++k) lane[k] += lane[k + half];
-  }
-  return lane[0];
+  return verkv::fold16(lane);
 }
 
 // A block takes one group of tokens: all threads load, warps go to the basis, then one thread a
 // token runs the encoder of sketch.hpp, whose sums are in order, on codes in shared memory. Shared:
-// float [16][row_stride], then the codes of a group.
+// float [kSketchGroup][row_stride], then the codes of a group.
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(LayerView layer, const HeadView* heads, std::int64_t end, int row_stride) {
   extern __shared__ float shared[];

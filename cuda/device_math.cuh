@@ -8,6 +8,8 @@
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
+#include "sum_order.hpp"
+
 namespace verkv::cuda {
 
 #define VERKV_DEVICE __device__ __forceinline__
@@ -63,7 +65,7 @@ VERKV_DEVICE float4 load_four(const Element* row, int j, int dim, bool aligned) 
 // warp calls.
 VERKV_DEVICE float fold16(float x) {
 #pragma unroll
-  for (int half = 8; half > 0; half /= 2) x += __shfl_xor_sync(kWholeWarp, x, half);
+  for (int half = kLanes / 2; half > 0; half /= 2) x += __shfl_xor_sync(kWholeWarp, x, half);
   return x;
 }
 

@@ -122,7 +122,7 @@ VERKV_DEVICE Products<kHeads> dot_chunk(const KeyRows& rows, int dim, std::uint3
   int j = 0;
   if constexpr (kAligned) {
 #pragma unroll(kUnroll)
-    for (; j + 16 <= dim; j += 16) {
+    for (; j + kLanes <= dim; j += kLanes) {
       float4 x[kMine];
 #pragma unroll
       for (int r = 0; r < kMine; ++r) x[r] = load_aligned(at[r] + j);
@@ -130,7 +130,7 @@ VERKV_DEVICE Products<kHeads> dot_chunk(const KeyRows& rows, int dim, std::uint3
     }
   }
 #pragma unroll 1
-  for (; j < query_stride; j += 16) {
+  for (; j < query_stride; j += kLanes) {
     float4 x[kMine];
 #pragma unroll
     for (int r = 0; r < kMine; ++r) x[r] = load_four(at[r], j, dim - 4 * part, kAligned);

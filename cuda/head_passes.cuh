@@ -39,6 +39,7 @@ class HeadPasses {
         active_(arguments.workspace.active + query_head * arguments.workspace.mask_stride) {}
 
   // Logits to weights. Returns D over L; out_weight and out_odds: the first round of beta.
+  // Dialect of verkv/attention.hpp: weight_exp, without the cut above.
   VERKV_DEVICE double to_weights(HeadShared& shared, float shift, double& out_weight,
                                  double& out_odds) const {
     double sums[2];
@@ -50,8 +51,7 @@ class HeadPasses {
             PerLane<float> w;
 #pragma unroll
             for (std::size_t j = 0; j < kLanesPerThread; ++j) {
-              // Dialect of verkv/attention.hpp: weight_exp. Never above 0: the shift is the largest
-              // of these logits, or more.
+              // Never above 0: the shift is the largest of these logits, or more.
               const float x = row.weight[j] - shift;
               const bool none = (x < exp_terms::kLowest) | !(row.odds[j] < infinity());
               const float weight = weight_exp_within(x);
@@ -99,6 +99,7 @@ class HeadPasses {
   // beta from the sums of its first round. The set of tokens with w > beta * rho only shrinks as
   // beta rises, so a round looks at those of the round before. `likely_mask` not null: where beta
   // is not 0, it gets the bits of the tokens for which likely(weight, odds) holds.
+  // Dialect of verkv/shrinkage.hpp: newton_beta, whose first sums are there; no sum is NaN.
   template <class Likely>
   VERKV_DEVICE float solve_beta(HeadShared& shared, double weight, double odds,
                                 std::uint32_t* likely_mask, Likely&& likely) const {

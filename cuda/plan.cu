@@ -59,8 +59,8 @@ VERKV_DEVICE double add_residents(HeadShared& shared, const StepArguments& argum
 
 // ---- What a KV head fetches: the union over its group -------------------------------------------
 
-// The token's largest share of the relative variance of any of `group` heads, as bits: shares are
-// not negative, so their bits are in their order.
+// The token's limit_rank over `group` heads, as bits: ranks are not negative, so their bits are in
+// their order.
 VERKV_DEVICE unsigned rank_in_group(const StepWorkspace& ws, const HeadView& view,
                                     std::int64_t first_head, int group, std::int64_t token) {
   float best = 0;
@@ -68,9 +68,9 @@ VERKV_DEVICE unsigned rank_in_group(const StepWorkspace& ws, const HeadView& vie
   for (int h = 0; h < group; ++h) {
     const HeadState& state = ws.heads[first_head + h];
     if (!state.computable) continue;
-    const float d = static_cast<float>(state.denominator);
     const float w = ws.weight[(first_head + h) * ws.token_stride + token];
-    best = raise(best, fetch_worth(w, to_float(view.odds[token]), state.beta) / d / d);
+    best =
+        limit_rank(best, fetch_worth(w, to_float(view.odds[token]), state.beta), state.denominator);
   }
   return __float_as_uint(best);
 }

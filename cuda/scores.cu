@@ -36,7 +36,7 @@ struct ScoreShared {
                       // so that a warp's loads meet no bank twice
 
   __host__ __device__ explicit ScoreShared(const LayerView& layer)
-      : query_stride((layer.key_dim + 15) & ~15),
+      : query_stride((layer.key_dim + kLanes - 1) & ~(kLanes - 1)),
         column_stride((((layer.sketch.dim + 15) >> 4) | 1) * 4) {}
   __host__ __device__ int query_bytes() const { return kHeads * query_stride * 4; }
   __host__ __device__ int basis_offset() const {

@@ -189,22 +189,6 @@ class ThresholdSearch {
     return outward_certificate(terms, shared_.search.denominator, shared_.search.log_term);
   }
 
-  // beta by Newton's iteration, from the lower bound, over sums(round, beta, out_weight, out_odds).
-  template <class Sums>
-  VERKV_DEVICE float newton(Sums&& sums) const {
-    float beta = beta_low_;
-    for (int round = 0; round < kMostBetaRounds; ++round) {
-      double weight = 0;
-      double odds = 0;
-      sums(round, beta, weight, odds);
-      const float next = static_cast<float>(beta_of_sums(weight, odds));
-      if (next != next) return next;
-      if (!(next > beta)) break;
-      beta = next;
-    }
-    return beta;
-  }
-
   // add(lane of the thread, bit of the row, entry) for the thread's entries of a block, ascending.
   template <class Add>
   VERKV_DEVICE void for_entries(int block, int part, Add&& add) const {
@@ -269,20 +253,22 @@ class ThresholdSearch {
 
   VERKV_DEVICE double evaluate(float threshold, float& out_beta) {
     float unused[1];
-    const float beta = newton([&](int round, float at, double& weight, double& odds) {
+    bool first = true;
+    const float beta = newton_beta(beta_low_, [&](float at) -> BetaSums {
       double sums[2];
       lane_sums<0>(
           shared_, blocks(),
           [&](int block, int part, float(&sum)[2][kLanesPerThread], float(&)[1]) {
-            if (round == 0) {
+            if (first) {
               first_sums(block, part, threshold, at, sum);
             } else {
               active_sums(block, part, at, sum);
             }
           },
           sums, unused);
-      weight = sums[0] + shared_.search.settled.above_weight;
-      odds = sums[1] + shared_.search.settled.above_odds;
+      first = false;
+      return {sums[0] + shared_.search.settled.above_weight,
+              sums[1] + shared_.search.settled.above_odds};
     });
     double variance[1];
     float jump[1];
@@ -323,10 +309,10 @@ class ThresholdSearch {
             const bool out = settles_out(e);
             sum[0][j] += in ? e.weight : 0.0f;
             sum[1][j] += in ? e.odds : 0.0f;
-            sum[2][j] += out ? e.weight * e.quotient : 0.0f;
-            const float rho = fmaxf(e.odds, 1.0f);
-            if (in) top[0] = fmaxf(top[0], rho);
-            if (out) top[1] = fmaxf(top[1], e.quotient * rho);
+            const Tail tail = tail_of(e.weight, e.odds, beta_low_, e.quotient);
+            sum[2][j] += out ? tail.variance : 0.0f;
+            if (in) top[0] = fmaxf(top[0], jump_odds(e.odds));
+            if (out) top[1] = fmaxf(top[1], tail.jump);
             if (!(in | out | (e.worth > bad_))) kept[j] |= bit;
             open_found += open(e.worth);
           });
@@ -446,15 +432,15 @@ class ThresholdSearch {
 
   VERKV_DEVICE double bound_without_ties(std::int64_t k, std::int64_t ties) const {
     const auto kept = [&](std::int64_t i, const Entry& e) { return i < ties || e.worth <= good_; };
-    const float solved = newton([&](int, float beta, double& weight, double& odds) {
-      weight = shared_.search.settled.above_weight;
-      odds = shared_.search.settled.above_odds;
+    const float solved = newton_beta(beta_low_, [&](float beta) {
+      BetaSums sums{shared_.search.settled.above_weight, shared_.search.settled.above_odds};
       for (std::int64_t i = k; i < count_; ++i) {
         const Entry e = entry(i);
         if (!kept(i, e) || !(e.weight > beta * e.odds)) continue;
-        weight += static_cast<double>(e.weight);
-        odds += static_cast<double>(e.odds);
+        sums.weight += static_cast<double>(e.weight);
+        sums.odds += static_cast<double>(e.odds);
       }
+      return sums;
     });
     TailTerms terms = joined({static_cast<double>(solved), 0, 0}, shared_.search.settled);
     for (std::int64_t i = k; i < count_; ++i) {

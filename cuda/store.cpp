@@ -6,6 +6,7 @@
 
 #include "compress.hpp"
 #include "sizes.hpp"
+#include "window_score.hpp"
 
 namespace verkv::cuda {
 namespace {

@@ -81,8 +81,8 @@ class LayerStore {
   // Puts it in force. Waits for the stream.
   void take(Change&& change, HeadView* table, cudaStream_t stream);
 
-  // window_score (compression.hpp) of the first `count` tokens of the local window, [KV head][token].
-  // Waits for the stream.
+  // window_score (src/window_score.hpp) of the first `count` tokens of the local window,
+  // [KV head][token]. Waits for the stream.
   std::vector<float> window_scores(std::int64_t count, cudaStream_t stream) const;
   void clear_window_scores(cudaStream_t stream);
 
@@ -107,8 +107,8 @@ class LayerStore {
   std::int64_t code_bytes() const;
   // The bases of a first compression; the queries' side goes to the device.
   void take_bases(std::span<HeadCompression> compressions, cudaStream_t stream);
-  // Room for the sketch of positions [0, end), and the table with the keys' side of the bases, which
-  // the result holds: the table names it until it is written anew.
+  // Room for the sketch of positions [0, end), and the table with the keys' side of the bases,
+  // which the result holds: the table names it until it is written anew.
   DeviceBuffer<float> open_sketch(std::int64_t end, HeadView* table, cudaStream_t stream);
 
   // Positions drawn, ascending: [KV head][stride], of each head `count`.
@@ -117,12 +117,12 @@ class LayerStore {
     std::int64_t stride = 0;
     std::vector<std::int64_t> count;
   };
-  // Draws among positions [begin, end) by the odds in the table. `id` is of KV head 0. Waits for the
-  // stream.
+  // Draws among positions [begin, end) by the odds in the table. `id` is of KV head 0. Waits for
+  // the stream.
   Draw draw(const DrawId& id, std::int64_t begin, std::int64_t end, const HeadView* table,
             cudaStream_t stream) const;
-  // Enqueues the rows of the residents of `change`. The result, its views on the device, must be kept
-  // until the stream has been waited for.
+  // Enqueues the rows of the residents of `change`. The result, its views on the device, must be
+  // kept until the stream has been waited for.
   DeviceBuffer<HeadView> gather(const Change& change, const Draw& draw, bool keeps_drawn,
                                 const HeadView* table, cudaStream_t stream) const;
 

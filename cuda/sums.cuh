@@ -44,7 +44,7 @@ VERKV_DEVICE float top_of_warps(const HeadShared& shared, unsigned t) {
   return warp_top(lane < kHeadWarps ? shared.warp_top[t][lane] : minus_infinity());
 }
 
-// Dialect of sum_order.hpp: fold16 where thread t of 16 / kLanesPerThread neighbours holds lanes
+// Dialect of sum_order.hpp: fold16 where thread t of kLaneParts neighbours holds lanes
 // kLanesPerThread * t and on. The whole warp calls.
 VERKV_DEVICE float fold_lanes(float (&lane)[kLanesPerThread]) {
 #pragma unroll
@@ -63,7 +63,7 @@ VERKV_DEVICE float fold_lanes(float (&lane)[kLanesPerThread]) {
 // out[s] = lane sums over `blocks` blocks, out_top[t] = max of 0 and of what the threads have in
 // their top[t], for kTops of them; none is written where that is 0. terms(block, part, sums, top)
 // adds lanes kLanesPerThread * part and on of a block up, ascending, to sums[s][lane -
-// kLanesPerThread * part]; it is called for 16 / kLanesPerThread neighbours together, and must not
+// kLanesPerThread * part]; it is called for kLaneParts neighbours together, and must not
 // synchronise beyond them. All threads call and get the results.
 template <std::size_t kTops, std::size_t kSums, class Terms>
 VERKV_DEVICE void lane_sums(HeadShared& shared, int blocks, Terms&& terms, double (&out)[kSums],

@@ -6,20 +6,22 @@
 
 #include <cstdint>
 
+#include <verkv/attention.hpp>
+
 #include "device_math.cuh"
 
 namespace verkv::cuda {
 
-// What a token adds to the certificate, and what fetching it is worth, from t = weight / odds: a
-// division is most of each of them.
-// Dialect of verkv/certificate.hpp: variance_term, jump_term.
-// Dialect of verkv/fetch_plan.hpp: fetch_worth.
 struct Tail {
   float variance;
   float jump;
   float worth;
 };
 
+// What a token adds to the certificate, and what fetching it is worth, from t = weight / odds: a
+// division is most of each of them.
+// Dialect of verkv/certificate.hpp: variance_term, jump_term.
+// Dialect of verkv/fetch_plan.hpp: fetch_worth.
 VERKV_DEVICE Tail tail_of(float w, float rho, float beta, float t) {
   const float edge = beta * rho;
   const bool inside = !(w > edge);  // odds that are no number give a jump that is none
@@ -48,23 +50,28 @@ VERKV_DEVICE float quotient(float w, float rho) {
 }
 
 // is_ruled_out(w, rho, ruled_out_below(threshold)) is true of no token that is worth more than the
-// threshold, and of nearly all others, without a division: worth is at most w * w / rho, and the
-// margins are far larger than what rounding does to either side.
+// threshold, and of nearly all others, without a division: worth is at most w * w / rho. The margin
+// of 2^-20 is far larger than the five roundings of 2^-24 on the two sides.
+// Thresholds below this rule nobody out: their margin, 2^-20 of them, would come near the smallest
+// normal number (1.2e-38), below which roundings are no longer relative.
+constexpr float kLeastRulingThreshold = 1e-30f;
+// Some hundred times that number, so that products which underflow on both sides rule nobody out.
+constexpr float kUnderflowMargin = 1e-36f;
 VERKV_DEVICE float ruled_out_below(float threshold) {
-  return threshold >= 1e-30f ? threshold * (1 - 0x1p-20f) : -1.0f;
+  return threshold >= kLeastRulingThreshold ? threshold * (1 - 0x1p-20f) : -1.0f;
 }
 VERKV_DEVICE bool is_ruled_out(float w, float rho, float below) {
-  return w * w < fmaf(below, rho, -1e-36f);
+  return w * w < fmaf(below, rho, -kUnderflowMargin);
 }
 
 // Exponentials and logarithms to a few units in the last place, in one instruction each: outputs
 // hang on them, decisions do not.
 VERKV_DEVICE float approximate_exp(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * exp_terms::kPerLog2));
   return y;
 }
-VERKV_DEVICE float approximate_log(float x) { return __log2f(x) * 0.693147181f; }
+VERKV_DEVICE float approximate_log(float x) { return __log2f(x) * exp_terms::kLog2; }
 
 // The logarithm of a drawn token's summand, min(lambda w, cap beta rho) (1 + rho) / rho: logit +
 // log(coefficient), at most `most` + log(1 + rho). beta and sketched weights are in the plan's

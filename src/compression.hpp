@@ -1,10 +1,10 @@
-// Compression, once for both backends: which positions leave the fast tier, with what odds, in which
-// basis, under which draw. Nothing here changes a cache: a backend says what its store holds, gets a
-// HeadCompression for each KV head, reserves, and applies them. docs/math/inclusion.md, sketch.md.
+// Compression, once for both backends: which positions leave the fast tier, with what odds, in
+// which basis, under which draw. Nothing here changes a cache: a backend says what its store holds,
+// gets a HeadCompression for each KV head, reserves, and applies them. docs/math/inclusion.md,
+// sketch.md.
 #ifndef VERKV_SRC_COMPRESSION_HPP
 #define VERKV_SRC_COMPRESSION_HPP
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -46,12 +46,6 @@ struct HeadCompression {
 
   std::int64_t end() const { return begin + static_cast<std::int64_t>(odds.size()); }
 };
-
-// Importance of a token of the local window: the root mean square of the attention probabilities
-// that `steps` steps gave it, whose squares sum to `square`. 0 where no step attended to it.
-inline float window_score(float square, std::uint32_t steps) {
-  return steps == 0 ? 0.0f : std::sqrt(square / static_cast<float>(steps));
-}
 
 // The rules of a configuration. Const functions keep no state: any thread may call.
 class VERKV_API Compressor {

@@ -15,6 +15,7 @@
 #include "reference/reference.hpp"
 #include "reference/statistics.hpp"
 #include "reference/step.hpp"
+#include "window_score.hpp"
 
 namespace {
 

@@ -10,9 +10,9 @@
 #include <verkv/certificate.hpp>
 #include <verkv/fetch_plan.hpp>
 #include <verkv/inclusion.hpp>
+#include <verkv/shrinkage.hpp>
 
 #include "catch.hpp"
-#include "cpu/certify.hpp"
 #include "cpu/fetch_search.hpp"
 #include "reference/reference.hpp"
 #include "reference/statistics.hpp"
@@ -36,8 +36,8 @@ struct Plan {
   double denominator = 0;
 };
 
-// By kind: log-normal weights and odds; tokens that are never drawn; heavy ties; all worth the same;
-// one or a few dominant tokens; weights that are 0.
+// By kind: log-normal weights and odds; tokens that are never drawn; heavy ties; all worth the
+// same; one or a few dominant tokens; weights that are 0.
 Plan random_plan(Random& random, std::size_t n, std::size_t kind) {
   Plan plan;
   plan.count = static_cast<std::int64_t>(n);
@@ -67,12 +67,11 @@ Plan random_plan(Random& random, std::size_t n, std::size_t kind) {
 
 // beta over the tokens that have a weight, as a step solves it.
 float step_beta(const Kernels& kernels, const std::vector<float>& weight, const Plan& plan) {
-  return verkv::cpu::newton_beta(0.0f, [&](float beta) {
-    double w = 0;
-    double rho = 0;
+  return verkv::newton_beta(0.0f, [&](float beta) {
+    verkv::BetaSums sums;
     kernels.beta_sums(weight.data(), static_cast<std::int64_t>(weight.size()), plan.odds.data(),
-                      plan.count, 1, &beta, &w, &rho);
-    return std::pair(w, rho);
+                      plan.count, 1, &beta, &sums.weight, &sums.odds);
+    return sums;
   });
 }
 

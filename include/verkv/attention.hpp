@@ -33,7 +33,8 @@ inline constexpr float kHighest = 60.0f;
 // low bits of the sum.
 inline constexpr float kRounder = 12582912.0f;
 inline constexpr float kPerLog2 = 1.44269504088896341f;
-// log 2 in two parts. The first has 9 significant bits, so n times it is exact.
+inline constexpr float kLog2 = 0.693147181f;
+// The same in two parts. The first has 9 significant bits, so n times it is exact.
 inline constexpr float kLog2High = 0.693359375f;
 inline constexpr float kLog2Low = -2.12194440e-4f;
 inline constexpr float kC2 = 5.0000001201e-1f;

@@ -12,6 +12,9 @@
 // Dialect: src/cpu/simd/weights-inl.hpp: tail_of
 // Dialect: src/cpu/simd/plan-inl.hpp: plan_compact
 // Dialect: cuda/terms.cuh: tail_of
+// Dialect: include/verkv/fetch_plan.hpp: sum_up
+// Dialect: include/verkv/fetch_plan.hpp: without_large
+// Dialect: include/verkv/fetch_plan.hpp: without_small
 #ifndef VERKV_CERTIFICATE_HPP
 #define VERKV_CERTIFICATE_HPP
 
@@ -43,11 +46,17 @@ VERKV_HD constexpr T variance_term(T w, T rho, T beta) {
   return w <= beta * rho ? w * (w / rho) : beta * beta * rho;
 }
 
+// max(rho, 1) of (4); 1 where rho is no number.
+template <class T>
+VERKV_HD constexpr T jump_odds(T rho) {
+  return rho > T(1) ? rho : T(1);
+}
+
 // The candidate of one token of L for b (4); w > 0.
 template <class T>
 VERKV_HD constexpr T jump_term(T w, T rho, T beta) {
   const T clipped = w <= beta * rho ? w / rho : beta;
-  return rho > T(1) ? clipped * rho : clipped;
+  return clipped * jump_odds(rho);
 }
 
 // What is known of tokens that a search for the fetch threshold no longer looks at: beta, whatever
@@ -104,6 +113,17 @@ VERKV_HD inline double certificate(const TailTerms& terms, double denominator, d
 // Whether D can divide: a positive finite number.
 VERKV_HD constexpr bool is_computable(double denominator) {
   return denominator > 0 && denominator < std::numeric_limits<double>::infinity();
+}
+
+// The bound where no token is compressed, so that nothing is estimated. Without any token there is
+// no D, and an answer of zeros is exact.
+VERKV_HD constexpr double bound_without_estimate(bool computable, bool any_token) {
+  return computable || !any_token ? 0 : std::numeric_limits<double>::infinity();
+}
+
+// Whether a step reports a bound as certified. epsilon = infinity asks for a finite bound.
+VERKV_HD constexpr bool is_certified(double bound, double epsilon) {
+  return bound < std::numeric_limits<double>::infinity() && bound <= epsilon;
 }
 
 // Certificates of a step are enlarged by this factor, so that the rounding of the sums in them (W

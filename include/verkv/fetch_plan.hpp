@@ -80,6 +80,14 @@ VERKV_HD inline RuleThresholds thresholds(const StopRules& rules, double denomin
   return result;
 }
 
+// What a limit ranks the tokens by that are asked for: the largest worth / D^2 of any head whose D
+// computes. rank: over the heads before, 0 at first.
+VERKV_HD constexpr float limit_rank(float rank, float worth, double denominator) {
+  const float d = static_cast<float>(denominator);
+  const float own = worth / d / d;
+  return rank < own ? own : rank;
+}
+
 // Where a head's prefix of the order of worth ends.
 struct FetchThreshold {
   float worth = 0;        // fetch every token that is worth more
@@ -182,7 +190,7 @@ struct GainTable {
     }
     for (std::size_t p = 0; p < n; ++p) table.t[p] = ratio(table.w[p], table.rho[p]);
     table.t[n] = 0;
-    table.sum();
+    table.sum_up();
     return table;
   }
 
@@ -199,13 +207,15 @@ struct GainTable {
   }
 
  private:
-  void sum() {
+  // Of a token that is not clipped, odds of 0 included: w t is its V, max(w, t) its b.
+  // Dialect of verkv/certificate.hpp: variance_term, jump_term.
+  void sum_up() {
     const std::size_t n = tokens;
     sum_w[0] = sum_rho[0] = head_odds1[0] = head_odds2[0] = 0;
     for (std::size_t p = 0; p < n; ++p) {
       sum_w[p + 1] = sum_w[p] + w[p];
       sum_rho[p + 1] = sum_rho[p] + rho[p];
-      const double candidate = w[p] > 0 ? std::max(rho[p], 1.0) : 0.0;
+      const double candidate = w[p] > 0 ? jump_odds(rho[p]) : 0.0;
       head_odds1[p + 1] = std::max(head_odds1[p], candidate);
       head_odds2[p + 1] = std::max(head_odds2[p], std::min(head_odds1[p], candidate));
     }
@@ -220,6 +230,7 @@ struct GainTable {
 
   // A token with a share in beta: beta falls, so the tokens above it are a prefix m >= corner, the
   // first whose next token no longer raises beta.
+  // Dialect of verkv/certificate.hpp: variance_term, jump_term of clipped and other tokens.
   TailTerms without_large(std::size_t j, std::size_t corner) const {
     const auto beta_at = [&](std::size_t m) {
       return beta_of_sums(sum_w[m] - w[j], sum_rho[m] - rho[j]);
@@ -235,7 +246,7 @@ struct GainTable {
       }
     }
     const std::size_t m = low;
-    const double own_odds = w[j] > 0 ? std::max(rho[j], 1.0) : 0.0;
+    const double own_odds = w[j] > 0 ? jump_odds(rho[j]) : 0.0;
     const double clipped = own_odds == head_odds1[m] ? head_odds2[m] : head_odds1[m];
     TailTerms terms;
     terms.beta = beta_at(m);
@@ -245,6 +256,7 @@ struct GainTable {
   }
 
   // Any other token: beta stays.
+  // Dialect of verkv/certificate.hpp: variance_term, jump_term of clipped and other tokens.
   TailTerms without_small(std::size_t j, double beta, std::size_t corner) const {
     const double own_jump = std::max(w[j], t[j]);
     const double unclipped =

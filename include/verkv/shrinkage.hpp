@@ -42,9 +42,38 @@ VERKV_HD constexpr T drawn_coefficient(T w_sketched, T w_exact, T rho, T beta, T
 // W_A / (1 + R_A) of (2).
 VERKV_HD constexpr double beta_of_sums(double weight, double odds) { return weight / (1 + odds); }
 
+// W_A and R_A of (2).
+struct BetaSums {
+  double weight = 0;
+  double odds = 0;
+};
+
 // Rounds of the iteration below after which a step stops. The set A only shrinks, in practice
 // within ten rounds; the bound keeps sums that are not numbers from going round for ever.
 inline constexpr int kMostBetaRounds = 100;
+
+// beta of (2) by Newton's (Dinkelbach's) iteration from below: beta <- W_A / (1 + R_A),
+// A <- {i : w_i > beta rho_i}. It rises monotonically and stops after finitely many rounds.
+// sums(beta) returns the BetaSums over A; `start` must not exceed the solution. The value is
+// rounded to T each round: a step's kernels compare in binary32. NaN where a sum is.
+//
+// Dialect: src/cpu/certify.cpp: solve_beta
+// Dialect: cuda/head_passes.cuh: solve_beta
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <class T, class Sums>
+VERKV_HD constexpr T newton_beta(T start, Sums&& sums, int most_rounds = kMostBetaRounds) {
+  T beta = start;
+  for (int round = 0; round < most_rounds; ++round) {
+    const BetaSums at = sums(beta);
+    const T next = static_cast<T>(beta_of_sums(at.weight, at.odds));
+    if (next != next) return next;
+    if (!(next > beta)) break;
+    beta = next;
+  }
+  return beta;
+}
 
 // beta of (2), and the rounds that it took.
 struct Shrinkage {
@@ -52,29 +81,26 @@ struct Shrinkage {
   int rounds = 0;
 };
 
-// Solves (2) over L = {i : rho_i finite}; tokens with rho = infinity (H) and w = 0 are skipped.
-// Newton's (Dinkelbach's) iteration from below: beta <- W_A / (1 + R_A), A <- {i : w_i > beta
-// rho_i}; it rises monotonically and stops after finitely many rounds. A NaN weight makes the
-// result NaN. Sums in double. O(n) a round, no allocation.
+// Solves (2) over L = {i : rho_i finite}; tokens with rho = infinity (H) and w = 0 are skipped. A
+// NaN weight makes the result NaN. Sums in double. O(n) a round, no allocation.
 template <class W, class R>
 Shrinkage solve_shrinkage(std::span<const W> w, std::span<const R> rho) {
-  double beta = 0;
-  for (int rounds = 1;; ++rounds) {
-    double weight = 0;
-    double odds = 0;
+  Shrinkage result;
+  const auto sums = [&](double beta) {
+    ++result.rounds;
+    BetaSums above;
     for (std::size_t i = 0; i < w.size(); ++i) {
       const double wi = static_cast<double>(w[i]);
       const double ri = static_cast<double>(rho[i]);
       if (ri == std::numeric_limits<double>::infinity()) continue;
       if (wi <= beta * ri) continue;  // written so that NaN falls through to the sum
-      weight += wi;
-      odds += ri;
+      above.weight += wi;
+      above.odds += ri;
     }
-    const double next = beta_of_sums(weight, odds);
-    if (next != next) return {next, rounds};
-    if (!(next > beta)) return {beta, rounds};
-    beta = next;
-  }
+    return above;
+  };
+  result.beta = newton_beta(0.0, sums, std::numeric_limits<int>::max());
+  return result;
 }
 
 // beta of (2) alone.

@@ -4,11 +4,13 @@
 #include <limits>
 
 #include <verkv/certificate.hpp>
+#include <verkv/shrinkage.hpp>
 
 namespace verkv::cpu {
 
-// newton_beta for the heads of a kernel call side by side. Heads finish after different numbers of
-// rounds; one more round does not change a finished one.
+// For the heads of a kernel call side by side. Heads finish after different numbers of rounds; one
+// more round does not change a finished one.
+// Dialect of verkv/shrinkage.hpp: newton_beta, for several heads.
 void solve_beta(HeadGroup& group) {
   group.in_parts([&](int first, int heads) {
     std::array<float, kMaxHeads> beta{};
@@ -51,7 +53,6 @@ void solve_certificate(HeadGroup& group) {
 
 void certify_rest(HeadGroup& group, std::int64_t fetched, bool is_known,
                   QueryHeadReport* out_reports) {
-  constexpr double infinity = std::numeric_limits<double>::infinity();
   for (std::int64_t i = 0; i < fetched; ++i) {
     const std::uint32_t position = group.workspace.fetched[static_cast<std::size_t>(i)];
     for (int h = 0; h < group.heads; ++h) group.weight(h)[position] = 0;
@@ -62,10 +63,9 @@ void certify_rest(HeadGroup& group, std::int64_t fetched, bool is_known,
   }
   for (int h = 0; h < group.heads; ++h) {
     HeadState& s = group.state(h);
-    // Nothing is estimated.
-    if (group.compressed == 0) s.bound = s.computable || group.residents == 0 ? 0 : infinity;
+    if (group.compressed == 0) s.bound = bound_without_estimate(s.computable, group.residents > 0);
     out_reports[h].epsilon = s.bound;
-    out_reports[h].certified = s.bound < infinity && s.bound <= group.rules.epsilon;
+    out_reports[h].certified = is_certified(s.bound, group.rules.epsilon);
   }
 }
 

@@ -4,27 +4,10 @@
 #define VERKV_SRC_CPU_CERTIFY_HPP
 
 #include <verkv/reports.hpp>
-#include <verkv/shrinkage.hpp>
 
 #include "cpu/workspace.hpp"
 
 namespace verkv::cpu {
-
-// beta by Newton's iteration; sums(beta) returns {weight, odds} over the tokens with
-// w > beta * rho. `start` must not exceed the solution. The value is a binary32 number: the kernels
-// compare in binary32. NaN where a sum is.
-template <class Sums>
-float newton_beta(float start, Sums&& sums) {
-  float beta = start;
-  for (int round = 0; round < kMostBetaRounds; ++round) {
-    const auto [weight, odds] = sums(beta);
-    const float next = static_cast<float>(beta_of_sums(weight, odds));
-    if (next != next) return next;
-    if (!(next > beta)) break;
-    beta = next;
-  }
-  return beta;
-}
 
 // HeadState::beta over the tokens of L that still have a weight, for every head of the group.
 void solve_beta(HeadGroup& group);

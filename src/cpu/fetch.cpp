@@ -188,22 +188,20 @@ class Planner {
     const std::int64_t limit = group_.rules.limit_tokens;
     if (!has_limit() || plan_.tokens <= limit) return;
     plan_.limited = true;
-    const auto share = [&](std::uint32_t position) {
+    const auto rank = [&](std::uint32_t position) {
       float best = 0;
       for (int h = 0; h < group_.heads; ++h) {
         const HeadState& s = group_.state(h);
-        if (!s.computable) continue;
-        const float d = static_cast<float>(s.denominator);
-        best = std::max(best, worth(h, position) / d / d);
+        if (s.computable) best = limit_rank(best, worth(h, position), s.denominator);
       }
       return best;
     };
     const auto begin = ws_.fetched.begin();
     std::nth_element(begin, begin + limit, begin + plan_.tokens,
                      [&](std::uint32_t a, std::uint32_t b) {
-                       const float share_a = share(a);
-                       const float share_b = share(b);
-                       return share_a != share_b ? share_a > share_b : a < b;
+                       const float rank_a = rank(a);
+                       const float rank_b = rank(b);
+                       return rank_a != rank_b ? rank_a > rank_b : a < b;
                      });
     plan_.tokens = limit;
     std::sort(begin, begin + plan_.tokens);

@@ -8,8 +8,7 @@
 #include <utility>
 
 #include <verkv/certificate.hpp>
-
-#include "cpu/certify.hpp"
+#include <verkv/shrinkage.hpp>
 
 namespace verkv::cpu {
 namespace {
@@ -101,10 +100,11 @@ class Search {
   Evaluation evaluate(float threshold) const {
     Evaluation result;
     result.beta = newton_beta(beta_low_, [&](float beta) {
-      double weight = 0;
-      double odds = 0;
-      kernels_.plan_beta_sums(plan_, threshold, beta, weight, odds);
-      return std::pair(weight + settled_.above_weight, odds + settled_.above_odds);
+      BetaSums sums;
+      kernels_.plan_beta_sums(plan_, threshold, beta, sums.weight, sums.odds);
+      sums.weight += settled_.above_weight;
+      sums.odds += settled_.above_odds;
+      return sums;
     });
     double variance = 0;
     float jump = 0;
@@ -178,14 +178,13 @@ class Search {
   double bound_without_ties(std::int64_t k, std::int64_t ties) const {
     const auto kept = [&](std::int64_t i) { return i < ties ? i >= k : plan_.worth[i] <= good_; };
     const float beta = newton_beta(beta_low_, [&](float at) {
-      double weight = settled_.above_weight;
-      double odds = settled_.above_odds;
+      BetaSums sums{settled_.above_weight, settled_.above_odds};
       for (std::int64_t i = k; i < plan_.count; ++i) {
         if (!kept(i) || !(plan_.weight[i] > at * plan_.odds[i])) continue;
-        weight += static_cast<double>(plan_.weight[i]);
-        odds += static_cast<double>(plan_.odds[i]);
+        sums.weight += static_cast<double>(plan_.weight[i]);
+        sums.odds += static_cast<double>(plan_.odds[i]);
       }
-      return std::pair(weight, odds);
+      return sums;
     });
     TailTerms terms = joined({static_cast<double>(beta), 0, 0}, settled_);
     for (std::int64_t i = k; i < plan_.count; ++i) {

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "compression.hpp"
+#include "window_score.hpp"
 
 namespace verkv::cpu {
 namespace {

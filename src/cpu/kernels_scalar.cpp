@@ -201,8 +201,7 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
     weight.add(i, above ? w : 0.0f);
     odds.add(i, above ? rho : 0.0f);
     variance.add(i, below ? variance_term(w, rho, beta_low) : 0.0f);
-    if (above)
-      settled.above_largest_odds = std::fmax(settled.above_largest_odds, std::fmax(rho, 1.0f));
+    if (above) settled.above_largest_odds = std::fmax(settled.above_largest_odds, jump_odds(rho));
     if (below) settled.below_jump = std::fmax(settled.below_jump, jump_term(w, rho, beta_low));
     if (above || below || worth > drop_above) continue;
     plan.weight[kept] = w;

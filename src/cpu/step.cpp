@@ -13,6 +13,7 @@
 
 #include "cpu/certify.hpp"
 #include "cpu/fetch.hpp"
+#include "window_score.hpp"
 
 namespace verkv::cpu {
 namespace {
@@ -321,20 +322,17 @@ class Step {
     arguments_.lse[h] = empty ? -kInfinity : static_cast<float>(lse);
   }
 
-  // The local window's importance. The probabilities use the plan's D, which does not depend on the
-  // draw.
   void score_window() {
     const std::int64_t window = group_.residents - group_.drawn;
     std::fill(ws_.square.begin(), ws_.square.begin() + window, 0.0f);
     for (int h = 0; h < group_.heads; ++h) {
       const HeadState& s = state(h);
       if (!s.computable) return;
-      const float to_probability = static_cast<float>(1 / s.denominator);
+      const float per_denominator = static_cast<float>(1 / s.denominator);
       const float* logit = group_.resident_logit(h) + group_.drawn;
       for (std::int64_t i = 0; i < window; ++i) {
         // Not from the attention's weights: under a shift far above the plan's they are all 0.
-        const float p = weight_exp(logit[i] - s.shift) * to_probability;
-        ws_.square[at(i)] += p * p;
+        ws_.square[at(i)] += window_square(logit[i], s.shift, per_denominator);
       }
     }
     store_.add_window_step(std::span<const float>(ws_.square).first(at(window)));

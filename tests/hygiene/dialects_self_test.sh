@@ -12,7 +12,8 @@ fresh() {
   printf '// Dialect: cuda/f.cuh: f_of\nfloat f(float x);\n' >"$tree/include/verkv/f.hpp"
   printf '// Dialect: src/cpu/g.cpp: g_of\nfloat g(float x);\n' >"$tree/src/g.hpp"
   printf '// Dialect of verkv/f.hpp: f.\nfloat f_of(float x);\n' >"$tree/cuda/f.cuh"
-  printf '// Dialect of g.hpp: g, for vectors.\nfloat g_of(float x);\n' >"$tree/src/cpu/g.cpp"
+  printf '// Dialect of g.hpp: g, for vectors.\n// It says more.\ntemplate <int k>\nfloat g_of(float x);\n' \
+    >"$tree/src/cpu/g.cpp"
 }
 
 expect() {
@@ -37,6 +38,16 @@ expect 1 'a function that does not name its header'
 fresh
 sed -i '1d' "$tree/src/g.hpp"
 expect 1 'a header that does not know its dialect'
+fresh
+sed -i '1a struct S {};' "$tree/cuda/f.cuh"
+expect 1 'a mark above something else'
+fresh
+printf '// Dialect of verkv/f.hpp: f.\nfloat other(float x) {\n  return f_of(x);\n}\nfloat f_of(float x);\n' \
+  >"$tree/cuda/f.cuh"
+expect 1 'a mark above another function of the file'
+fresh
+printf '// Dialect of verkv/f.hpp: f.\nfloat more(float x);\n' >>"$tree/cuda/f.cuh"
+expect 1 'a function that its header does not name, in a file that it names'
 fresh
 mv "$tree/src/g.hpp" "$tree/src/h.hpp"
 expect 1 'a header that is gone'

@@ -116,11 +116,11 @@ void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std:
   });
 }
 
-// Dialect of verkv/certificate.hpp: variance_term, jump_term.
 struct Tail {
   VF variance;
   VF jump;
 };
+// Dialect of verkv/certificate.hpp: variance_term, jump_term.
 HWY_INLINE Tail tail_of(VF w, VF rho, VF beta) {
   const MF inside = hn::Le(w, hn::Mul(beta, rho));
   const VF t = hn::Div(w, rho);

@@ -1,0 +1,28 @@
+// Importance of tokens of the local window, from what steps gave them: once for both backends.
+#ifndef VERKV_SRC_WINDOW_SCORE_HPP
+#define VERKV_SRC_WINDOW_SCORE_HPP
+
+#include <cmath>
+#include <cstdint>
+
+#include <verkv/attention.hpp>
+#include <verkv/config.hpp>
+
+namespace verkv {
+
+// What one step of one query head adds to a token's `square`: its squared attention probability
+// under the plan's shift and D, which do not depend on the draw. per_denominator: 1 / D.
+VERKV_HD inline float window_square(float logit, float shift, float per_denominator) {
+  const float p = weight_exp(logit - shift) * per_denominator;
+  return p * p;
+}
+
+// Importance of a token of the local window: the root mean square of the attention probabilities
+// that `steps` steps gave it, whose squares sum to `square`. 0 where no step attended to it.
+inline float window_score(float square, std::uint32_t steps) {
+  return steps == 0 ? 0.0f : std::sqrt(square / static_cast<float>(steps));
+}
+
+}  // namespace verkv
+
+#endif  // VERKV_SRC_WINDOW_SCORE_HPP
