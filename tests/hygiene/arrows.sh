@@ -16,7 +16,7 @@ settings  | include/verkv/settings.hpp                               | words    
 reports   | include/verkv/reports.hpp                                | words                   |
 manager   | include/verkv/{kv_cache_manager,cuda_cache}.hpp          | words settings reports  |
 recorded  | include/verkv/recorded_cache.hpp                         | words                   |
-umbrella  | include/verkv/*.hpp                                      | words stages settings reports manager recorded |
+umbrella  | include/verkv/verkv.hpp                                  | words stages settings reports manager recorded |
 front     | src/kv_cache_manager.* src/cpu/cpu_backend.cpp           | words stages settings reports manager src cpu  | fmt
 recording | src/recorded_cache.* src/safetensors_header.*            | words recorded src      | fmt nlohmann
 cpu       | src/cpu/*                                                | words stages settings reports src | fmt hwy

@@ -27,6 +27,8 @@ fresh() {
   write src/kv_cache_manager.cpp '<verkv/kv_cache_manager.hpp>' '"backend.hpp"'
   write src/cpu/store.hpp '"rows.hpp"' '<fmt/format.h>'
   write cuda/store.hpp '"rows.hpp"' '<cuda_runtime_api.h>'
+  write examples/common/examples.hpp '<vector>'
+  write examples/decode_loop/main.cpp '<verkv/kv_cache_manager.hpp>'
   write examples/replay/main.cpp '<verkv/kv_cache_manager.hpp>' '<CLI/CLI.hpp>'
   write bench/step_bench.cpp '"cpu/store.hpp"' '<benchmark/benchmark.h>'
   write tests/reference/reference.hpp '<cmath>'
@@ -68,6 +70,8 @@ breaks tests/reference/reference.hpp '<cuda_runtime_api.h>'
 breaks tests/cpu_device/device.hpp '<verkv/types.hpp>'            # the device serves any kernel
 breaks src/gpu/new.hpp '<vector>' '<hip/hip_runtime.h>'           # a library that nobody allowed
 breaks elsewhere/../include/other/x.hpp '<vector>'                # a file in no room
+breaks include/verkv/new.hpp '<vector>'                           # a public header in no room
+breaks examples/decode_loop/main.cpp '"examples.hpp"'             # one file shows all there is
 fresh
 write src/rows.hpp '"backend.hpp"'
 write src/backend.hpp '"rows.hpp"'

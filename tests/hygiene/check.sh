@@ -45,6 +45,12 @@ case $rule in
       '\bstd::(cout|cerr|clog|abort|exit|_Exit|quick_exit|terminate|print)\b|\bf?printf\s*\(|\b(abort|exit|puts)\s*\(|\bfmt::print|#\s*include\s*<iostream>' \
       include src cuda
     ;;
+  machine)
+    # What is written down must be true elsewhere, too.
+    forbid "paths of a machine, or the host of a package registry" \
+      '(?<![\w.~])/(work|root|home|Users|mnt|tmp/w)/|\b(pypi\.org|files\.pythonhosted\.org|registry\.npmjs\.org|deb\.debian\.org|archive\.ubuntu\.com|crates\.io|proxy\.golang\.org|conda\.anaconda\.org|rubygems\.org)\b' \
+      "${code[@]}" docs README.md CHANGELOG.md CITATION.cff LICENSE .clang-format .clang-tidy .gitignore .gitattributes
+    ;;
   top_level)
     allowed=' CMakeLists.txt include src cuda tests bench examples docs cmake LICENSE README.md CMakePresets.json CHANGELOG.md CITATION.cff build '
     # In a checkout, what git ignores does not count.

@@ -41,6 +41,12 @@ breaks ascii docs/f.md $'\xe2\x80\x94'
 breaks terminal src/f.cpp 'void g() { std::cout << 1; }'
 breaks terminal src/f.cpp 'void g() { printf("x"); }'
 breaks terminal include/verkv/f.hpp 'inline void g() { std::abort(); }'
+breaks machine src/f.cpp '// As in /work/main/src.'
+breaks machine docs/f.json '{"file": "/tmp/w/lab/f.safetensors"}'
+breaks machine docs/f.md 'In `/root/.cache` it is.'
+breaks machine CMakeLists.txt 'set(home /home/user/f)'
+breaks machine cmake 'curl https://pypi.org/simple/f'
+breaks machine docs/f.md 'from http://deb.debian.org/debian'
 breaks top_level notes.txt 'anything'
 
 # A compiled program that prints, and one that does not, stand in for the library.
