@@ -93,14 +93,15 @@ TEST_CASE("weight_exp never falls by more than its rounding") {
 
 TEST_CASE("soft cap") {
   CHECK(verkv::soft_capped(3.5, 0.0) == 3.5);
-  CHECK_THAT(verkv::soft_capped(3.5, 30.0), Catch::WithinRel(30 * std::tanh(3.5 / 30), 1e-15));
+  CHECK_THAT(verkv::soft_capped(3.5, 30.0),
+             Catch::WithinRel(30 * std::tanh(3.5 / 30), verkv::tolerance::kClosedForm));
   CHECK(verkv::soft_capped(1e9, 30.0) == 30.0);
   CHECK(verkv::soft_capped(-1e9f, 30.0f) == -30.0f);
   // In binary32 by a sequence of its own, on both sides of its seam.
   for (double x = -12; x <= 12; x += 1.0 / 512) {
     const double expected = std::tanh(x);
     REQUIRE(std::fabs(static_cast<double>(verkv::fixed_tanh(static_cast<float>(x))) - expected) <=
-            4e-7 * std::fabs(expected));
+            verkv::tolerance::kTanh * std::fabs(expected));
   }
   CHECK(verkv::fixed_tanh(0.0f) == 0.0f);
   CHECK(verkv::fixed_tanh(1e-30f) == 1e-30f);
@@ -186,10 +187,9 @@ TEST_CASE("dense attention against matrix products and against the reference") {
 
     const Attention actual = attend(p, 0, n, value_dim);
     INFO("trial " << trial << ", n " << n << ", dim " << dim);
-    // Logits up to some hundreds, rounded at 1e-16 each of up to 70 terms.
-    REQUIRE(near(actual, expected, 1e-11));
+    REQUIRE(near(actual, expected, verkv::tolerance::kAttention));
     REQUIRE(near(actual, verkv::reference::attention(p.query, p.key, p.value, p.scale, p.soft_cap),
-                 1e-11));
+                 verkv::tolerance::kAttention));
   }
 }
 
@@ -204,7 +204,7 @@ TEST_CASE("dense attention: no token, one token, equal logits, logits beyond exp
 
   std::fill(p.query.begin(), p.query.end(), 0.0);
   const Attention equal = attend(p, 0, 5, 3);
-  CHECK_THAT(equal.log_sum, Catch::WithinRel(std::log(5.0), 1e-15));
+  CHECK_THAT(equal.log_sum, Catch::WithinRel(std::log(5.0), verkv::tolerance::kClosedForm));
 
   p.soft_cap = 0;
   p.scale = 1;
@@ -215,9 +215,9 @@ TEST_CASE("dense attention: no token, one token, equal logits, logits beyond exp
   Problem shifted = p;
   for (Vector& k : shifted.key) k[0] -= 4000;
   const Attention home = attend(shifted, 0, 5, 3);
-  CHECK_THAT(far.log_sum, Catch::WithinRel(home.log_sum + 4000, 1e-15));
+  CHECK_THAT(far.log_sum, Catch::WithinRel(home.log_sum + 4000, verkv::tolerance::kClosedForm));
   for (std::size_t j = 0; j < 3; ++j) {
-    CHECK_THAT(far.output[j], Catch::WithinAbs(home.output[j], 1e-14));
+    CHECK_THAT(far.output[j], Catch::WithinAbs(home.output[j], verkv::tolerance::kClosedForm));
   }
 }
 
@@ -269,7 +269,8 @@ TEST_CASE("the error of the output is the weighted sum of the low tokens' deviat
     for (std::size_t i = high; i < n; ++i) {
       identity += (coefficient[i] - 1) * s.w[i] * (value[i] - dense) / denominator;
     }
-    REQUIRE_THAT(numerator / denominator - dense, Catch::WithinAbs(identity, 1e-11));
+    REQUIRE_THAT(numerator / denominator - dense,
+                 Catch::WithinAbs(identity, verkv::tolerance::kAttention));
   }
 }
 

@@ -42,7 +42,8 @@ TEST_CASE("odds form against Lemma 1 in the paper's terms") {
     const auto expected = verkv::reference::terms(c.w, c.r);
     INFO("trial " << trial << ", n " << c.w.size());
     const auto agree = [](double a, double b) {
-      return std::fabs(a - b) <= std::max(1e-300, verkv::tolerance::kFormula * std::fabs(b));
+      return std::fabs(a - b) <=
+             std::max(verkv::tolerance::kNothing, verkv::tolerance::kFormula * std::fabs(b));
     };
     REQUIRE(agree(terms.beta, expected.beta));
     REQUIRE(agree(terms.variance, expected.variance));
@@ -82,8 +83,9 @@ TEST_CASE("settled tokens join with the terms that they would have had") {
     const TailTerms joined = verkv::joined(open, settled);
     INFO("trial " << trial);
     REQUIRE(joined.beta == all.beta);
-    REQUIRE_THAT(joined.variance, Catch::WithinRel(all.variance, 1e-12));
-    REQUIRE_THAT(joined.max_jump, Catch::WithinRel(all.max_jump, 1e-6));  // settled in binary32
+    REQUIRE_THAT(joined.variance, Catch::WithinRel(all.variance, verkv::tolerance::kIdentity));
+    REQUIRE_THAT(joined.max_jump,
+                 Catch::WithinRel(all.max_jump, verkv::tolerance::kThroughBinary32));
   }
   CHECK(verkv::joined({2, 3, 4}, {}).variance == 3);
   CHECK(verkv::joined({2, 3, 4}, {}).max_jump == 4);
@@ -93,7 +95,8 @@ TEST_CASE("D computes if it is positive and finite; a step's certificate is enla
   CHECK(verkv::is_computable(1e-300));
   for (const double d : {0.0, -1.0, kInfinity, kNaN}) CHECK_FALSE(verkv::is_computable(d));
   const TailTerms terms{1, 2, 3};
-  CHECK(verkv::outward_certificate(terms, 10, 3) == verkv::certificate(terms, 10, 3) * (1 + 1e-5));
+  CHECK(verkv::outward_certificate(terms, 10, 3) ==
+        verkv::certificate(terms, 10, 3) * verkv::kOutward);
 }
 
 TEST_CASE("removing tokens from L never raises the certificate") {
@@ -151,7 +154,8 @@ TEST_CASE("a smaller delta asks for more, a larger D for less") {
       before = now;
     }
     REQUIRE_THAT(certificate_of(c.w, c.odds(), 2 * c.denominator, 0.1),
-                 Catch::WithinRel(certificate_of(c.w, c.odds(), c.denominator, 0.1) / 2, 1e-12));
+                 Catch::WithinRel(certificate_of(c.w, c.odds(), c.denominator, 0.1) / 2,
+                                  verkv::tolerance::kIdentity));
   }
 }
 
@@ -166,13 +170,15 @@ TEST_CASE("edges: L empty, weightless, never drawn, H") {
   CHECK(never.beta == 2);
   CHECK(never.variance == 0);
   CHECK(never.max_jump == 2);
-  CHECK_THAT(verkv::certificate(never, 4, l), Catch::WithinRel((2 + 4 * l / 3) / 4, 1e-14));
+  CHECK_THAT(verkv::certificate(never, 4, l),
+             Catch::WithinRel((2 + 4 * l / 3) / 4, verkv::tolerance::kClosedForm));
   // One token: beta = w / (1 + rho), V = rho beta^2, b = beta max(rho, 1).
   const TailTerms one = terms_of({3}, {2});
   CHECK(one.beta == 1);
   CHECK(one.variance == 2);
   CHECK(one.max_jump == 2);
-  CHECK_THAT(verkv::log_two_over(0.1), Catch::WithinRel(std::log(20.0), 1e-15));
+  CHECK_THAT(verkv::log_two_over(0.1),
+             Catch::WithinRel(std::log(20.0), verkv::tolerance::kClosedForm));
 }
 
 TEST_CASE("what cannot be computed is never certified") {

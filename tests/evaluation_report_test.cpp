@@ -1,5 +1,5 @@
-// What an evaluation reports (bench/text_quality): JSON and a table, and the statistics that go into
-// its rows. The pictures and the tables of the pages are tested by pictures_test.py.
+// What an evaluation reports (bench/text_quality): JSON and a table, and the statistics that go
+// into its rows. The pictures and the tables of the pages are tested by pages_test.py.
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -17,6 +17,7 @@
 #include "../bench/text_quality/eval_row.hpp"
 #include "../examples/common/statistics.hpp"
 #include "catch.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -173,8 +174,10 @@ TEST_CASE("batch means by hand", "[report]") {
   // 2, error 2 / sqrt(3), t with 2 degrees of freedom 4.30265.
   const std::vector<double> values{1, 2, 3, 4, 5, 6, 100};
   const Interval interval = mean_interval(values, 2);
-  CHECK(std::fabs(interval.low - (3.5 - 4.30265 * 2 / std::sqrt(3.0))) < 1e-4);
-  CHECK(std::fabs(interval.high - (3.5 + 4.30265 * 2 / std::sqrt(3.0))) < 1e-4);
+  CHECK(std::fabs(interval.low - (3.5 - 4.30265 * 2 / std::sqrt(3.0))) <
+        verkv::tolerance::kPublished4);
+  CHECK(std::fabs(interval.high - (3.5 + 4.30265 * 2 / std::sqrt(3.0))) <
+        verkv::tolerance::kPublished4);
   CHECK(std::isnan(mean_interval(values, 4).low));
   CHECK(std::isnan(mean_interval({}, 1).high));
   CHECK(std::isnan(mean_interval(std::vector<double>{1, kNone, 2}, 1).low));
@@ -191,7 +194,7 @@ TEST_CASE("batch means by hand", "[report]") {
                                                                                {120, 1.9799},
                                                                                {1000, 1.9623}}) {
     INFO(degrees);
-    CHECK(std::fabs(student_t_quantile(degrees) - t) < 1e-4);
+    CHECK(std::fabs(student_t_quantile(degrees) - t) < verkv::tolerance::kPublished4);
   }
   CHECK_THROWS_AS(student_t_quantile(0), verkv::InvalidArgument);
 }

@@ -60,7 +60,8 @@ double gain_error(const LowCase& c, double delta) {
   const double before = verkv::reference::certificate(c.w, c.r, c.denominator, delta);
   double worst = 0;
   for (std::size_t i = 0; i < gain.size(); ++i) {
-    const double error = std::fabs(gain[i] - expected[i]) / std::max(before, 1e-300);
+    const double error =
+        std::fabs(gain[i] - expected[i]) / std::max(before, verkv::tolerance::kNothing);
     worst = std::isnan(error) ? kInfinity : std::max(worst, error);
   }
   return worst;
@@ -137,13 +138,14 @@ TEST_CASE("exact gains of huge ranges of weights and odds") {
 
 TEST_CASE("exact gains of equal tokens are equal, of weightless ones 0, of a single one all") {
   const Vector equal = gains_of(Vector(50, 1.0), Vector(50, 0.3), 60, 0.1);
-  for (const double g : equal) CHECK_THAT(g, Catch::WithinRel(equal[0], 1e-9));
+  for (const double g : equal)
+    CHECK_THAT(g, Catch::WithinRel(equal[0], verkv::tolerance::kFormula));
   const Vector some = gains_of({1, 0, 2, 0}, {0.1, 0, 0.2, 5}, 4, 0.1);
   CHECK(some[1] == 0);
-  CHECK_THAT(some[3], Catch::WithinAbs(0, 1e-15));
+  CHECK_THAT(some[3], Catch::WithinAbs(0, verkv::tolerance::kClosedForm));
   CHECK(some[0] > 0);
   CHECK_THAT(gains_of({2}, {0.5}, 3, 0.1)[0],
-             Catch::WithinRel(certificate_of({2}, {0.5}, 3, 0.1), 1e-14));
+             Catch::WithinRel(certificate_of({2}, {0.5}, 3, 0.1), verkv::tolerance::kClosedForm));
   CHECK(gains_of({}, {}, 1, 0.1).empty());
   const Vector never = gains_of({1, 2}, {0, 0}, 4, 0.1);
   CHECK(never[1] > never[0]);
@@ -155,7 +157,7 @@ TEST_CASE("exact gains are never negative: the certificate is monotone") {
     const LowCase c = random_low_case(random, 100);
     const double before = certificate_of(c.w, c.odds(), c.denominator, 0.1);
     for (const double g : gains_of(c.w, c.odds(), c.denominator, 0.1)) {
-      REQUIRE(g >= -1e-12 * before);
+      REQUIRE(g >= -verkv::tolerance::kInequality * before);
     }
   }
 }
@@ -308,7 +310,7 @@ TEST_CASE(
   CHECK(on.worth == 32);
   CHECK(on.weight == 1);
   CHECK(on.target < 0.25);
-  CHECK_THAT(on.target * verkv::kOutward, Catch::WithinRel(0.25, 1e-15));
+  CHECK_THAT(on.target * verkv::kOutward, Catch::WithinRel(0.25, verkv::tolerance::kClosedForm));
   CHECK(verkv::thresholds(rules, 1e30).worth == std::numeric_limits<float>::max());
 
   for (const double d : {0.0, -1.0, kInfinity, kNaN}) {
@@ -348,7 +350,8 @@ TEST_CASE("worth is the integral of the mean square error's slope in the weight"
     const double corner = std::min(w, beta * rho);
     const double low = rho > 0 ? corner * 2 * std::min(corner / 2 / rho, beta) : 0.0;
     const double high = (w - corner) * 2 * beta;
-    REQUIRE_THAT(verkv::fetch_worth(w, rho, beta), Catch::WithinRel(low + high, 1e-12));
+    REQUIRE_THAT(verkv::fetch_worth(w, rho, beta),
+                 Catch::WithinRel(low + high, verkv::tolerance::kIdentity));
   }
 }
 
@@ -384,12 +387,14 @@ TEST_CASE("worth: continuous at the corner, (5) without a clip, finite without o
     const double rho = std::exp(3 * random.normal());
     const double beta = std::exp(2 * random.normal());
     const double corner = beta * rho;
-    const double below = verkv::fetch_worth(corner * (1 - 1e-12), rho, beta);
-    const double above = verkv::fetch_worth(corner * (1 + 1e-12), rho, beta);
-    REQUIRE_THAT(above, Catch::WithinRel(below, 1e-11));
-    REQUIRE_THAT(below, Catch::WithinRel(beta * beta * rho, 1e-11));
+    constexpr double kStep = verkv::tolerance::kAcross / 10;
+    const double below = verkv::fetch_worth(corner * (1 - kStep), rho, beta);
+    const double above = verkv::fetch_worth(corner * (1 + kStep), rho, beta);
+    REQUIRE_THAT(above, Catch::WithinRel(below, verkv::tolerance::kAcross));
+    REQUIRE_THAT(below, Catch::WithinRel(beta * beta * rho, verkv::tolerance::kAcross));
     const double w = std::exp(2 * random.normal());
-    REQUIRE_THAT(verkv::fetch_worth(w, rho, kInfinity), Catch::WithinRel(w * w / rho, 1e-14));
+    REQUIRE_THAT(verkv::fetch_worth(w, rho, kInfinity),
+                 Catch::WithinRel(w * w / rho, verkv::tolerance::kClosedForm));
     REQUIRE(verkv::fetch_worth(w, 0.0, beta) == 2 * beta * w);
     REQUIRE(verkv::fetch_worth(1.01 * w, rho, beta) > verkv::fetch_worth(w, rho, beta));
     REQUIRE(verkv::fetch_worth(w, 1.01 * rho, beta) < verkv::fetch_worth(w, rho, beta));

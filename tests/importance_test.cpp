@@ -48,8 +48,9 @@ TEST_CASE("moments of rows of probabilities") {
       square += static_cast<double>(row[i]) * static_cast<double>(row[i]);
     }
     CHECK(moments.largest[i] == largest);
-    CHECK_THAT(moments.mean(i), Catch::WithinRel(sum / 200, 1e-12));
-    CHECK_THAT(moments.root_mean_square(i), Catch::WithinRel(std::sqrt(square / 200), 1e-12));
+    CHECK_THAT(moments.mean(i), Catch::WithinRel(sum / 200, verkv::tolerance::kIdentity));
+    CHECK_THAT(moments.root_mean_square(i),
+               Catch::WithinRel(std::sqrt(square / 200), verkv::tolerance::kIdentity));
     // A mean is never above the root mean square, nor that above the largest.
     CHECK(moments.mean(i) <= moments.root_mean_square(i) * (1 + verkv::tolerance::kInequality));
     CHECK(moments.root_mean_square(i) <=
@@ -110,7 +111,7 @@ TEST_CASE("the root mean square is the best importance for the expected variance
   for (int other = 0; other < 200; ++other) {
     std::vector<double> tau = best;
     for (double& t : tau) t *= std::exp(random.uniform(0, 1) * random.normal());
-    REQUIRE(variance(tau) >= least * (1 - 1e-12));
+    REQUIRE(variance(tau) >= least * (1 - verkv::tolerance::kInequality));
   }
 }
 
@@ -162,7 +163,8 @@ TEST_CASE("key norm") {
   };
   CHECK(norm({}) == 0);
   CHECK(norm({3, -4}) == 5);
-  CHECK_THAT(norm({3e25f, 4e25f}), Catch::WithinRel(5e25, 1e-6));  // its square is beyond binary32
+  CHECK_THAT(norm({3e25f, 4e25f}),
+             Catch::WithinRel(5e25, verkv::tolerance::kThroughBinary32));  // its square is beyond
 }
 
 }  // namespace

@@ -76,10 +76,13 @@ TEST_CASE("Eq. 3: the probabilities sum to the budget and agree with bisection o
     for (std::size_t i = 0; i < n; ++i) {
       REQUIRE(r[i] >= 0);
       REQUIRE(r[i] <= 1);
-      REQUIRE_THAT(r[i], Catch::WithinAbs(reference.r[i], 1e-12 + 1e-9 * reference.r[i]));
+      REQUIRE_THAT(
+          r[i], Catch::WithinAbs(reference.r[i], verkv::tolerance::kIdentity +
+                                                     verkv::tolerance::kFormula * reference.r[i]));
     }
     if (reference.has_scale) {
-      CHECK_THAT(solve(tau, budget).scale, Catch::WithinRel(reference.c, 1e-9));
+      CHECK_THAT(solve(tau, budget).scale,
+                 Catch::WithinRel(reference.c, verkv::tolerance::kFormula));
     }
   }
 }
@@ -94,7 +97,7 @@ TEST_CASE("Eq. 3: binary32 scores") {
         verkv::solve_inclusion(std::span<const float>(tau), 12.5, std::span<float>(scratch));
     double sum = 0;
     for (const float t : tau) sum += solution.probability(static_cast<double>(t));
-    CHECK_THAT(sum, Catch::WithinRel(12.5, 1e-9));
+    CHECK_THAT(sum, Catch::WithinRel(12.5, verkv::tolerance::kFormula));
     CHECK(std::is_sorted(scratch.begin(), scratch.end(), std::greater<float>()));
   }
 }
@@ -122,7 +125,8 @@ TEST_CASE("only ratios of scores matter") {
     Vector scaled = tau;
     for (double& t : scaled) t *= 1e7 / 3;
     const Vector s = probabilities(scaled, budget);
-    for (std::size_t i = 0; i < r.size(); ++i) REQUIRE_THAT(s[i], Catch::WithinAbs(r[i], 1e-12));
+    for (std::size_t i = 0; i < r.size(); ++i)
+      REQUIRE_THAT(s[i], Catch::WithinAbs(r[i], verkv::tolerance::kIdentity));
   }
 }
 
@@ -151,7 +155,8 @@ TEST_CASE("a larger budget lowers no probability") {
     Vector before(tau.size(), 0.0);
     for (double budget = 0; budget <= 61; budget += 0.37) {
       const Vector r = probabilities(tau, budget);
-      for (std::size_t i = 0; i < r.size(); ++i) REQUIRE(r[i] >= before[i] * (1 - 1e-12));
+      for (std::size_t i = 0; i < r.size(); ++i)
+        REQUIRE(r[i] >= before[i] * (1 - verkv::tolerance::kInequality));
       before = r;
     }
   }
@@ -190,7 +195,7 @@ TEST_CASE("edges of the budget and of n") {
 TEST_CASE("equal scores share alike, also across a saturation") {
   for (const double score : {1e-300, 0.5, 1.0, 1e30}) {
     const Vector r = probabilities(Vector(64, score), 8);
-    for (const double x : r) CHECK_THAT(x, Catch::WithinRel(0.125, 1e-12));
+    for (const double x : r) CHECK_THAT(x, Catch::WithinRel(0.125, verkv::tolerance::kIdentity));
   }
   const Vector zeros = probabilities(Vector(64, 0.0), 8);
   for (const double x : zeros) CHECK(x == 0.125);
@@ -201,7 +206,7 @@ TEST_CASE("scores of very different size: small ones keep their share") {
   tau[7] = 1;
   const Vector r = probabilities(tau, 11);
   CHECK(r[7] == 1);
-  CHECK_THAT(r[0], Catch::WithinRel(10.0 / 999, 1e-12));
+  CHECK_THAT(r[0], Catch::WithinRel(10.0 / 999, verkv::tolerance::kIdentity));
 }
 
 TEST_CASE("floor: every token stays drawable, the sum stays the budget") {
@@ -221,7 +226,7 @@ TEST_CASE("floor: every token stays drawable, the sum stays the budget") {
       REQUIRE(r <= 1 + verkv::tolerance::kInequality);
       sum += r;
     }
-    REQUIRE_THAT(sum, Catch::WithinRel(budget, 1e-9));
+    REQUIRE_THAT(sum, Catch::WithinRel(budget, verkv::tolerance::kFormula));
     CHECK(solution.probability(0) == floor);
   }
   const Vector tau = {3, 1, 1};
@@ -255,7 +260,7 @@ TEST_CASE("odds and probability") {
   CHECK(verkv::probability_from_odds(0.0) == 0);
   for (double r = 1e-9; r < 1; r += 0.00137) {
     CHECK_THAT(verkv::probability_from_odds(verkv::odds_from_probability(r)),
-               Catch::WithinRel(r, 1e-12));
+               Catch::WithinRel(r, verkv::tolerance::kIdentity));
   }
 }
 

@@ -414,7 +414,7 @@ TEST_CASE("measurements add up", "[replay]") {
     CHECK(again.fetched_fraction == all.fetched_fraction);
     CHECK(again.fetched_per_fetching == all.fetched_per_fetching);
     CHECK(std::fabs(again.output_error_median - all.output_error_median) <
-          1e-5 * (1 + all.output_error_median));
+          verkv::tolerance::kReplay * (1 + all.output_error_median));
   }
 
   // One pool over the sequence: one manager, bytes known for all layers together only.
@@ -582,7 +582,7 @@ TEST_CASE("table and JSON of the grid", "[replay][promise]") {
     CHECK(all.steps.trials == 2 * one.steps.trials);
     CHECK(all.any_head.trials == 2 * one.any_head.trials);
     CHECK(all.steps.trials == all.steps_fetched.trials + all.steps_unfetched.trials);
-    CHECK(std::fabs(all.moved_fraction - one.moved_fraction) < 1e-12);
+    CHECK(std::fabs(all.moved_fraction - one.moved_fraction) < verkv::tolerance::kIdentity);
     CHECK(pooled[i].worst_layer.layer == single[i].worst_layer.layer);
     CHECK(single[i].worst_layer.redraws.value() >= one.redraws.value());
   }
@@ -727,8 +727,8 @@ TEST_CASE("statistics", "[replay]") {
   CHECK(std::isnan(quantile(none, 0.5)));
   // Wilson's interval for 10 of 100 (Brown, Cai and DasGupta 2001, formula 4).
   const Interval interval = wilson_interval({10, 100});
-  CHECK(std::fabs(interval.low - 0.05522914) < 1e-6);
-  CHECK(std::fabs(interval.high - 0.17436566) < 1e-6);
+  CHECK(std::fabs(interval.low - 0.05522914) < verkv::tolerance::kPublished8);
+  CHECK(std::fabs(interval.high - 0.17436566) < verkv::tolerance::kPublished8);
   CHECK(wilson_interval({0, 50}).low == 0);
   CHECK(wilson_interval({50, 50}).high == 1);
   CHECK(std::isnan(wilson_interval({0, 0}).low));

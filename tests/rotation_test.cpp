@@ -89,8 +89,10 @@ TEST_CASE("norms and products survive the rotation") {
       const Vector ra = doubles(rotated(a, signs));
       const Vector rb = doubles(rotated(b, signs));
       const double scale = std::sqrt(dot(doubles(a), doubles(a)) * dot(doubles(b), doubles(b)));
-      CHECK_THAT(dot(ra, rb), Catch::WithinAbs(dot(doubles(a), doubles(b)), 3e-6 * scale));
-      CHECK_THAT(dot(ra, ra), Catch::WithinRel(dot(doubles(a), doubles(a)), 3e-6));
+      CHECK_THAT(dot(ra, rb), Catch::WithinAbs(dot(doubles(a), doubles(b)),
+                                               verkv::tolerance::kRotationColumns * scale));
+      CHECK_THAT(dot(ra, ra),
+                 Catch::WithinRel(dot(doubles(a), doubles(a)), verkv::tolerance::kRotationColumns));
     }
   }
 }
@@ -129,7 +131,8 @@ TEST_CASE("one outlier channel is spread") {
       const double l = verkv::reference::log_of_false_alarm(1e5);
       const double two = std::sqrt(2 * l * (2 * size - dim)) / size;
       const double one = 1 / std::sqrt(static_cast<double>(size));
-      REQUIRE(static_cast<double>(largest) <= std::max(one, size == dim ? 0.0 : two) * (1 + 1e-5));
+      REQUIRE(static_cast<double>(largest) <=
+              std::max(one, size == dim ? 0.0 : two) * (1 + verkv::tolerance::kRotation));
     }
   }
 }

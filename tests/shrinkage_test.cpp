@@ -50,11 +50,11 @@ TEST_CASE("closed form against bisection on Definition 2") {
     most_rounds = std::max(most_rounds, rounds);
     const auto expected = verkv::reference::shrinkage(c.w, c.r);
     INFO("trial " << trial << ", n " << c.w.size());
-    // The reference works with 1 - r, whose own relative rounding is 1e-16 / (1 - r) <= 1e-12.
-    REQUIRE_THAT(beta, Catch::WithinRel(expected.beta, 1e-10) || Catch::WithinAbs(0, 1e-300));
+    REQUIRE_THAT(beta, Catch::WithinRel(expected.beta, verkv::tolerance::kShrinkage) ||
+                           Catch::WithinAbs(0, verkv::tolerance::kNothing));
     const Vector lambda = lambda_of(c.w, rho, beta);
     for (std::size_t i = 0; i < c.w.size(); ++i) {
-      REQUIRE_THAT(lambda[i], Catch::WithinAbs(expected.lambda[i], 1e-10));
+      REQUIRE_THAT(lambda[i], Catch::WithinAbs(expected.lambda[i], verkv::tolerance::kShrinkage));
     }
   }
   // Newton's method from below settles fast: each round drops at least one token, in practice most.
@@ -68,12 +68,13 @@ TEST_CASE("lambda lies in [r, 1] and beta is at least each token's own bias") {
     const double beta = beta_of(c.w, c.odds());
     const Vector lambda = lambda_of(c.w, c.odds(), beta);
     for (std::size_t i = 0; i < c.w.size(); ++i) {
-      REQUIRE(lambda[i] >= c.r[i] * (1 - 1e-12));
+      REQUIRE(lambda[i] >= c.r[i] * (1 - verkv::tolerance::kInequality));
       REQUIRE(lambda[i] <= 1);
-      REQUIRE(beta >= c.w[i] * (1 - lambda[i]) * (1 - 1e-12));
+      REQUIRE(beta >= c.w[i] * (1 - lambda[i]) * (1 - verkv::tolerance::kInequality));
     }
-    REQUIRE_THAT(beta, Catch::WithinRel(verkv::reference::bias(c.w, lambda), 1e-9) ||
-                           Catch::WithinAbs(0, 1e-300));
+    REQUIRE_THAT(
+        beta, Catch::WithinRel(verkv::reference::bias(c.w, lambda), verkv::tolerance::kFormula) ||
+                  Catch::WithinAbs(0, verkv::tolerance::kNothing));
   }
 }
 
@@ -93,7 +94,8 @@ TEST_CASE("beta is the largest W_A / (1 + R_A) over all subsets") {
       }
       best = std::max(best, weight / (1 + odds));
     }
-    REQUIRE_THAT(beta_of(c.w, rho), Catch::WithinRel(best, 1e-12) || Catch::WithinAbs(0, 1e-300));
+    REQUIRE_THAT(beta_of(c.w, rho), Catch::WithinRel(best, verkv::tolerance::kIdentity) ||
+                                        Catch::WithinAbs(0, verkv::tolerance::kNothing));
   }
 }
 
@@ -116,7 +118,7 @@ TEST_CASE("Theorem 1: no other lambda has a smaller mean square error") {
         }
       }
       const double error = verkv::reference::mean_square_error(c.w, c.r, lambda);
-      REQUIRE(error >= minimum * (1 - 1e-12));
+      REQUIRE(error >= minimum * (1 - verkv::tolerance::kInequality));
     }
   }
 }
@@ -142,7 +144,7 @@ TEST_CASE("the order of the tokens does not matter") {
     const double beta = beta_of(c.w, c.odds());
     std::reverse(c.w.begin(), c.w.end());
     std::reverse(c.r.begin(), c.r.end());
-    REQUIRE_THAT(beta_of(c.w, c.odds()), Catch::WithinRel(beta, 1e-12));
+    REQUIRE_THAT(beta_of(c.w, c.odds()), Catch::WithinRel(beta, verkv::tolerance::kIdentity));
   }
 }
 
@@ -161,7 +163,8 @@ TEST_CASE("edges: no token, one token, H, weightless, never drawn, ties") {
   CHECK(verkv::shrinkage_lambda(0.0, 0.0, 0.0) == 1.0);
   CHECK(verkv::shrinkage_lambda(0.0, 2.0, 0.0) == 1.0);
   // n equal tokens: beta = n w / (1 + n rho).
-  CHECK_THAT(beta_of(Vector(1000, 1.0), Vector(1000, 0.25)), Catch::WithinRel(1000.0 / 251, 1e-13));
+  CHECK_THAT(beta_of(Vector(1000, 1.0), Vector(1000, 0.25)),
+             Catch::WithinRel(1000.0 / 251, verkv::tolerance::kIdentity));
   // Only tokens that are never drawn: all of it is bias.
   CHECK(beta_of({1.0, 2.0, 4.0}, {0.0, 0.0, 0.0}) == 7.0);
 }
@@ -199,16 +202,16 @@ TEST_CASE("drawn coefficient: lambda / r, and with a cap a bounded contribution"
     const double exact = sketched * std::exp(3 * random.normal());
     const double lambda = verkv::shrinkage_lambda(sketched, rho, beta);
     const double plain = verkv::drawn_coefficient(sketched, exact, rho, beta, kInfinity);
-    REQUIRE_THAT(plain, Catch::WithinRel(lambda / r, 1e-12));
+    REQUIRE_THAT(plain, Catch::WithinRel(lambda / r, verkv::tolerance::kIdentity));
     const double cap = random.uniform(1, 4);
     const double capped = verkv::drawn_coefficient(sketched, exact, rho, beta, cap);
     REQUIRE(capped <= plain);
     REQUIRE(capped * exact <= cap * beta * (1 + rho) * (1 + verkv::tolerance::kInequality));
     if (lambda * exact <= cap * beta * rho) REQUIRE(capped == plain);
     // A sketch that is right is never capped (cap >= 1).
-    REQUIRE_THAT(
-        verkv::drawn_coefficient(exact, exact, rho, beta, cap),
-        Catch::WithinRel(verkv::drawn_coefficient(exact, exact, rho, beta, kInfinity), 1e-12));
+    REQUIRE_THAT(verkv::drawn_coefficient(exact, exact, rho, beta, cap),
+                 Catch::WithinRel(verkv::drawn_coefficient(exact, exact, rho, beta, kInfinity),
+                                  verkv::tolerance::kIdentity));
   }
 }
 

@@ -9,6 +9,7 @@
 #include "catch.hpp"
 #include "reference/reference.hpp"
 #include "reference/statistics.hpp"
+#include "tolerance.hpp"
 
 namespace {
 
@@ -73,7 +74,8 @@ TEST_CASE("Lloyd-Max levels are the means of their cells") {
     for (std::size_t i = 0; i < levels.size(); ++i) {
       const double low = i == 0 ? -kInfinity : (levels[i - 1] + levels[i]) / 2;
       const double high = i + 1 == levels.size() ? kInfinity : (levels[i] + levels[i + 1]) / 2;
-      CHECK_THAT(levels[i], Catch::WithinAbs(verkv::reference::normal_mean_in(low, high), 2e-9));
+      CHECK_THAT(levels[i], Catch::WithinAbs(verkv::reference::normal_mean_in(low, high),
+                                             verkv::tolerance::kLevels));
     }
   }
 }
@@ -87,7 +89,8 @@ TEST_CASE("the error of the quantisers is the published one") {
       const double off = x - levels[verkv::reference::nearest_level(levels, x)];
       error += off * off * step * verkv::reference::normal_density(x);
     }
-    CHECK_THAT(error, Catch::WithinRel(table.bits == 2 ? 0.1175 : 0.009497, 5e-4));
+    CHECK_THAT(error, Catch::WithinRel(table.bits == 2 ? 0.1175 : 0.009497,
+                                       verkv::tolerance::kPublishedError));
   }
 }
 
@@ -97,12 +100,12 @@ TEST_CASE("tables: bytes ascend symmetrically and are the levels within half a s
     for (int code = 0; code < table.count(); ++code) {
       const std::size_t at = static_cast<std::size_t>(code);
       CHECK(std::fabs(table.unit * (table.byte[code] - verkv::kLevelBias) - exact[at]) <=
-            table.unit / 2 * (1 + 1e-6));
+            table.unit / 2 * (1 + verkv::tolerance::kThroughBinary32));
       CHECK(table.byte[code] + table.byte[table.count() - 1 - code] == 254);
       if (code == 0) continue;
       CHECK(table.byte[code] > table.byte[code - 1]);
-      CHECK_THAT(table.threshold[code - 1],
-                 Catch::WithinAbs((exact[at - 1] + exact[at]) / 2, 1e-6));
+      CHECK_THAT(table.threshold[code - 1], Catch::WithinAbs((exact[at - 1] + exact[at]) / 2,
+                                                             verkv::tolerance::kThroughBinary32));
     }
   }
 }

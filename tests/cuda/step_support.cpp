@@ -12,6 +12,7 @@
 #include <verkv/inclusion.hpp>
 
 #include "compression.hpp"
+#include "tolerance.hpp"
 
 namespace verkv::cuda::test {
 namespace {
@@ -428,15 +429,16 @@ class Scene::Comparison {
       const float b = expected_[index(h * setup_.value_dim + d)];
       const double error = std::fabs(static_cast<double>(a) - static_cast<double>(b));
       if (error == error) scene_.worst_output_ = std::max(scene_.worst_output_, error);
-      if (!(error < 1e-5) && !(a != a && b != b)) {
+      if (!(error < tolerance::kRowOrder) && !(a != a && b != b)) {
         say("output", a, b);
         break;
       }
     }
     const float a = lse_[index(head)];
     const float b = expected_lse_[index(h)];
-    if (!(std::fabs(a - b) < 1e-5f * std::max(1.0f, std::fabs(b))) && !same_bits(a, b))
-      say("LSE", a, b);
+    const double error = std::fabs(static_cast<double>(a) - static_cast<double>(b));
+    const double size = std::max(1.0, std::fabs(static_cast<double>(b)));
+    if (!(error < tolerance::kRowOrder * size) && !same_bits(a, b)) say("LSE", a, b);
   }
 
   Scene& scene_;
