@@ -50,9 +50,10 @@ VERKV_API std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& c
 
 // Every decision (samples, certificates, fetch lists) is that of make_cpu_cache with the same
 // configuration, bit for bit; outputs agree to rounding. CacheConfig::threads and
-// StudyConfig::vector_code have no meaning here. Throws InvalidArgument with the reasons above, on a
-// memory space outside its enumeration, on a number of rows out of its range or on a device that
-// does not exist; DeviceError if the device refuses.
+// StudyConfig::vector_code have no meaning here. Throws InvalidArgument with the reasons above, on
+// a memory space outside its enumeration, on a number of rows out of its range, on a device that
+// does not exist, has a compute capability below 8.0 or no mapped host memory, and on head sizes
+// and groups that need more shared memory than the device has; DeviceError if the device refuses.
 VERKV_API std::unique_ptr<KvCacheManager> make_cuda_cache(CacheConfig config,
                                                           const CudaOptions& options = {});
 
