@@ -1,6 +1,6 @@
-// What enters a device between steps: the rows of new tokens, and which sequences the rows of a batch
-// belong to. Each function enqueues its kernels on the stream and returns the error of the launch;
-// none synchronises.
+// What enters a device between steps: the rows of new tokens, and which sequences the rows of a
+// batch belong to. Each function enqueues its kernels on the stream and returns the error of the
+// launch; none synchronises.
 #ifndef VERKV_CUDA_APPEND_HPP
 #define VERKV_CUDA_APPEND_HPP
 
@@ -21,11 +21,11 @@ struct AppendArguments {
   TensorView values;
   // Position of the views' first token.
   std::int64_t first = 0;
-  // Whether the kernel also counts the tokens in. If not, they lie beyond the end until the views are
-  // written.
+  // Whether the kernel also counts the tokens in. If not, they lie beyond the end until the views
+  // are written.
   bool counts = false;
-  // Where a number that has no place goes, and how the caller knows it: its sequence, its layer, and
-  // the views' first token among those that it gave.
+  // Where a number that has no place goes, and how the caller knows it: its sequence, its layer,
+  // and the views' first token among those that it gave.
   BadNumber* bad = nullptr;
   std::int64_t sequence = 0;
   std::int64_t token_offset = 0;

@@ -363,8 +363,8 @@ class CudaBackend final : public Backend {
     return views;
   }
 
-  // heads: those of whole layers, in order. Fails only before the first layer has changed. Waits for
-  // the stream.
+  // heads: those of whole layers, in order. Fails only before the first layer has changed. Waits
+  // for the stream.
   void apply(Sequence& sequence, std::span<HeadCompression> heads,
              std::span<const TensorView> prompt_queries) {
     std::vector<std::vector<std::byte>> copies(prompt_queries.size());

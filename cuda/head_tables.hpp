@@ -1,5 +1,5 @@
-// The device's tables of HeadView, one per cached layer, [slot][KV head]. A sequence has one slot, the
-// same in all tables.
+// The device's tables of HeadView, one per cached layer, [slot][KV head]. A sequence has one slot,
+// the same in all tables.
 #ifndef VERKV_CUDA_HEAD_TABLES_HPP
 #define VERKV_CUDA_HEAD_TABLES_HPP
 
@@ -18,8 +18,8 @@ class HeadTables {
   // layers: must outlive this object, and stay as they are.
   explicit HeadTables(const std::vector<Layer>& layers) : layers_(layers), tables_(layers.size()) {}
 
-  // A slot that is free, with its room in all tables; free until it is taken. Waits for the stream if
-  // the tables grow. Throws DeviceError and changes nothing if memory is short.
+  // A slot that is free, with its room in all tables; free until it is taken. Waits for the stream
+  // if the tables grow. Throws DeviceError and changes nothing if memory is short.
   std::int64_t find_free(const Stream& stream);
   void take(std::int64_t slot) noexcept;
   void give_back(std::int64_t slot) noexcept;

@@ -19,8 +19,8 @@ class NumberCheck {
 
   // Where kernels report.
   BadNumber* device() const { return found_.data(); }
-  // Throws InvalidArgument with what was found since the last call, and forgets it. storage: the type
-  // that numbers had to fit. Waits for the stream.
+  // Throws InvalidArgument with what was found since the last call, and forgets it. storage: the
+  // type that numbers had to fit. Waits for the stream.
   void raise(DType storage, const Stream& stream) const;
   std::int64_t bytes() const { return found_.bytes(); }
 

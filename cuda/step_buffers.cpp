@@ -104,8 +104,8 @@ void StepBuffers::reserve_workspace(std::int64_t rows, const Stream& stream) {
 }
 
 const std::int32_t* StepBuffers::write_slots(unsigned long long capture, const Stream& stream) {
-  // A graph may be replayed between any two steps, and any number of times. So captured steps have an
-  // array of their own, written once in each capture, and the other array stays what it was.
+  // A graph may be replayed between any two steps, and any number of times. So captured steps have
+  // an array of their own, written once in each capture, and the other array stays what it was.
   Slots& slots = capture == 0 ? slots_ : captured_slots_;
   if (capture != 0 && capture != capture_) {
     slots.written.clear();

@@ -1,9 +1,9 @@
-// Device memory of a step that all sequences share: slots of its rows, workspace, reports, and copies
-// of what the host gives and takes. It is made for a number of rows and for upper bounds of lengths,
-// so that a step allocates nothing, and that a captured one stays valid while they hold.
+// Device memory of a step that all sequences share: slots of its rows, workspace, reports, and
+// copies of what the host gives and takes. It is made for a number of rows and for upper bounds of
+// lengths, so that a step allocates nothing, and that a captured one stays valid while they hold.
 //
-// Everything that grows waits for the stream. It throws DeviceError and changes nothing if memory is
-// short.
+// Everything that grows waits for the stream. It throws DeviceError and changes nothing if memory
+// is short.
 #ifndef VERKV_CUDA_STEP_BUFFERS_HPP
 #define VERKV_CUDA_STEP_BUFFERS_HPP
 
@@ -42,8 +42,8 @@ class StepBuffers {
   // The slots of the step's rows, -1 for padding: the caller fills the vector, which has room for
   // rows() of them.
   std::vector<std::int32_t>& slots() { return slots_now_; }
-  // The same on the device. Written only when they are not those of the last step, so that the layers
-  // of a step share them. capture: the number of the capture under way, 0: none.
+  // The same on the device. Written only when they are not those of the last step, so that the
+  // layers of a step share them. capture: the number of the capture under way, 0: none.
   const std::int32_t* write_slots(unsigned long long capture, const Stream& stream);
 
   // Points the step at workspace and reports; bounds are the layer's.

@@ -50,8 +50,8 @@ class Stream {
   // Waits for all that has been enqueued.
   void synchronize() const { VERKV_CUDA_CHECK(cudaStreamSynchronize(stream_)); }
 
-  // Enqueue copies of `count` elements. Of pageable host memory the first is done with `from` when it
-  // returns, the second not with `to` before the stream has been waited for.
+  // Enqueue copies of `count` elements. Of pageable host memory the first is done with `from` when
+  // it returns, the second not with `to` before the stream has been waited for.
   template <class T>
   void copy_in(T* to, const T* from, std::size_t count) const {
     VERKV_CUDA_CHECK(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyHostToDevice, stream_));

@@ -70,7 +70,8 @@ inline constexpr float kMostAbove = 10;
 // How far below e^0 it may be where nothing has been added yet: small weights lose bits below that.
 inline constexpr float kMostBelow = 12;
 
-// ---- Around the step (append.cu, compress.cu, staging.cpp, step_buffers.cpp, cuda_backend.cpp) ----
+// ---- Around the step (append.cu, compress.cu, staging.cpp, step_buffers.cpp, cuda_backend.cpp)
+// ----
 
 // Threads of a block that appends one token of one KV head: as many as a usual row has coordinates.
 inline constexpr int kAppendThreads = 128;

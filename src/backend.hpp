@@ -37,15 +37,15 @@ class Backend {
                         std::span<const TensorView> prompt_queries) = 0;
   virtual void redraw(SequenceId sequence, std::uint64_t draw) = 0;
 
-  // Padding rows are written too (output 0, LSE -infinity, empty reports). Throws InvalidArgument on
-  // a query that is not finite.
+  // Padding rows are written too (output 0, LSE -infinity, empty reports). Throws InvalidArgument
+  // on a query that is not finite.
   virtual void attend(std::int64_t layer, const AttendBatch& batch) = 0;
 
   virtual LayerStatistics statistics(std::int64_t layer) const = 0;
   virtual void reset_statistics() = 0;
 
-  // Of one cached layer of a sequence; workspace_bytes stays 0. Changes only in the calls above that
-  // are given the sequence.
+  // Of one cached layer of a sequence; workspace_bytes stays 0. Changes only in the calls above
+  // that are given the sequence.
   virtual MemoryReport memory(SequenceId sequence, std::int64_t layer) const noexcept = 0;
   virtual std::int64_t workspace_bytes() const = 0;
 };

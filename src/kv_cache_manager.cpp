@@ -166,8 +166,8 @@ struct KvCacheManager::Impl {
     return sum;
   }
 
-  // Calls change(), which may change what the sequence holds in one layer (or in all), and keeps the
-  // total right even where it throws: an operation that fails may have reserved.
+  // Calls change(), which may change what the sequence holds in one layer (or in all), and keeps
+  // the total right even where it throws: an operation that fails may have reserved.
   template <class Change>
   void booked(SequenceId id, std::optional<std::int64_t> layer, Change&& change) {
     struct Booking {

@@ -1,5 +1,5 @@
-// Numbers that a backend refuses, and the sentences it refuses them with. The manager checks shapes;
-// a backend checks numbers, where and when it reads them.
+// Numbers that a backend refuses, and the sentences it refuses them with. The manager checks
+// shapes; a backend checks numbers, where and when it reads them.
 #ifndef VERKV_SRC_NUMBER_CHECKS_HPP
 #define VERKV_SRC_NUMBER_CHECKS_HPP
 

@@ -1,5 +1,5 @@
-// The generated texts and tasks of the laboratory (bench/text_quality): what they contain, how often,
-// and that they are the same everywhere.
+// The generated texts and tasks of the laboratory (bench/text_quality): what they contain, how
+// often, and that they are the same everywhere.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The rows of an evaluation as JSON, which bench/tables.py and bench/pictures.py read, and as tables
-// for a terminal.
+// The rows of an evaluation as JSON, which bench/tables.py and bench/pictures.py read, and as
+// tables for a terminal.
 #ifndef VERKV_BENCH_TEXT_QUALITY_EVAL_REPORT_HPP
 #define VERKV_BENCH_TEXT_QUALITY_EVAL_REPORT_HPP
 

@@ -1,6 +1,6 @@
 // The generated prose: a chronicle of invented persons, things and towns. The world is kept as it
-// changes, so that later sentences can speak of earlier events truly. The words and sentences are in
-// data/prose.txt.
+// changes, so that later sentences can speak of earlier events truly. The words and sentences are
+// in data/prose.txt.
 #include <algorithm>
 #include <array>
 #include <map>

@@ -59,8 +59,8 @@ struct Recording {
   std::vector<RecordingLayer> layers;
 };
 
-// The two halves of record(): what it reads, and what it writes. options.out is not looked at by the
-// first.
+// The two halves of record(): what it reads, and what it writes. options.out is not looked at by
+// the first.
 Recording make_recording(Engine& engine, const AttentionHook& hook, std::span<const Token> prompt,
                          std::span<const Token> next, const RecordOptions& options,
                          const PromptProgress& progress);

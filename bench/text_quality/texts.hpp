@@ -18,8 +18,9 @@ enum class TextKind { prose, code, uuids };
 std::string_view name(TextKind kind);
 std::optional<TextKind> parse_text_kind(std::string_view text);
 
-// At least `bytes` bytes of ASCII, deterministic in (kind, seed). The text ends with the first whole
-// paragraph (definition, line) that reaches the length, so a longer text begins with a shorter one.
+// At least `bytes` bytes of ASCII, deterministic in (kind, seed). The text ends with the first
+// whole paragraph (definition, line) that reaches the length, so a longer text begins with a
+// shorter one.
 std::string generate_text(TextKind kind, std::uint64_t seed, std::size_t bytes);
 
 // The same for one kind each.

@@ -1,4 +1,5 @@
-// The word lists and patterns of the generated texts: the files of data/, compiled into the program.
+// The word lists and patterns of the generated texts: the files of data/, compiled into the
+// program.
 #ifndef VERKV_BENCH_TEXT_QUALITY_WORD_LISTS_HPP
 #define VERKV_BENCH_TEXT_QUALITY_WORD_LISTS_HPP
 

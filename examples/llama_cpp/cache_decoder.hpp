@@ -37,8 +37,8 @@ struct DecodeCost {
 
 class CacheDecoder : public AttentionVisitor {
  public:
-  // Gives a new cache of that backend the whole prompt and compresses it by `importance`. The layers
-  // of `config` are filled in. Throws what the cache throws.
+  // Gives a new cache of that backend the whole prompt and compresses it by `importance`. The
+  // layers of `config` are filled in. Throws what the cache throws.
   CacheDecoder(const Prompt& prompt, const Importance& importance, BackendKind backend,
                CacheConfig config, std::uint64_t draw);
 

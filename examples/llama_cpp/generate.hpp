@@ -46,8 +46,8 @@ struct SplitPrompt {
   std::vector<Token> question;
 };
 
-// Throws EngineError for a prompt that is shorter than sinks and local window, and where the model's
-// file has no form of a turn that keeps the prompt as it is.
+// Throws EngineError for a prompt that is shorter than sinks and local window, and where the
+// model's file has no form of a turn that keeps the prompt as it is.
 SplitPrompt split_prompt(const Engine& engine, const GenerateOptions& options);
 
 // Streams both answers to the output, and what the second one cost. Throws EngineError for a prompt

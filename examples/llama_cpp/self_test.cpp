@@ -19,8 +19,8 @@ namespace {
 
 // Weights of 4 bits are multiplied with activations rounded to 8 bits: a difference in the last
 // place may turn into one in the first decimals of a logit. How large that is, the engine shows
-// itself when it computes the same steps one by one instead of together. Both are samples of the same
-// noise, of few steps, so they may differ by some factor.
+// itself when it computes the same steps one by one instead of together. Both are samples of the
+// same noise, of few steps, so they may differ by some factor.
 constexpr double kRoundingFactor = 10;
 // Every eighth number of every output is left out. (A common factor would not do: some models norm
 // the output of attention.)

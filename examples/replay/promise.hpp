@@ -114,7 +114,8 @@ std::string promise_table(const std::vector<Cell>& cells);
 std::string promise_verdict(const std::vector<Cell>& cells);
 std::string promise_legend(const Options& options, const Measurement& measurement);
 
-// {settings, files, pooled}; docs/replay.md has the fields. bench/text_quality/pictures.py draws it.
+// {settings, files, pooled}; docs/replay.md has the fields. bench/text_quality/pictures.py draws
+// it.
 std::string promise_report(const std::vector<PromiseRun>& runs, const Options& options);
 
 }  // namespace verkv::replay

@@ -31,9 +31,9 @@ struct CudaOptions {
   // makes one that keeps order with the legacy default stream.
   void* stream = nullptr;
   MemorySpace views = MemorySpace::host;
-  // Most rows of a batch, padding included, at most 2^20: create_sequence makes room for them. None:
-  // as many as there are sequences. A larger batch makes room by itself, which waits for the device;
-  // inside a capture it is refused with CapacityError.
+  // Most rows of a batch, padding included, at most 2^20: create_sequence makes room for them.
+  // None: as many as there are sequences. A larger batch makes room by itself, which waits for the
+  // device; inside a capture it is refused with CapacityError.
   std::optional<std::int64_t> rows = std::nullopt;
   // true: where the system refuses to pin memory for the host tier, the call that needs it throws
   // DeviceError. false: pageable memory that the device can read in place stands in, slower;

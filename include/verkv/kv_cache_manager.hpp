@@ -68,9 +68,9 @@ class VERKV_API KvCacheManager {
   // buffers are fitted to the lengths of all sequences.
   // During decode a local window that has outgrown local_tokens + chunk_tokens gives up its oldest
   // chunk_tokens: they are compressed with the root mean square of the attention probability they
-  // received as importance. Only sequences that `compress` has been called for do so. Tokens that no
-  // step has attended to have no score and share the budget evenly; to give a second prompt its own
-  // importance, leave chunk_tokens without a value and call compress.
+  // received as importance. Only sequences that `compress` has been called for do so. Tokens that
+  // no step has attended to have no score and share the budget evenly; to give a second prompt its
+  // own importance, leave chunk_tokens without a value and call compress.
   // Throws InvalidArgument on a wrong shape or type, and on a number that is not finite or does not
   // fit the storage type; CapacityError on a byte limit.
   void append(SequenceId sequence, std::int64_t layer, const TensorView& keys,
@@ -79,15 +79,15 @@ class VERKV_API KvCacheManager {
   // Compresses every layer: all tokens but the last local_tokens leave the fast tier, except those
   // drawn.
   // importance: one view per layer of the configuration, scores [KV head][token] of the tokens not
-  // yet compressed (all of them the first time), local window included. Layers that are dense or not
-  // cached are ignored; their views may be empty. Scores need no normalisation: only ratios within a
-  // pool matter.
+  // yet compressed (all of them the first time), local window included. Layers that are dense or
+  // not cached are ignored; their views may be empty. Scores need no normalisation: only ratios
+  // within a pool matter.
   // prompt_queries: one view per layer, [position][query head][key_dim], after RoPE as in attend;
   // some 64 late positions of the prompt do. A calibrated sketch is made for them at the first
   // compression; later compressions and the exact sketch use none. A layer's view may have 0
-  // positions, and all views may be left out: keys and importance alone then shape the sketch, which
-  // costs accuracy. A first call that leaves all tokens in the local window uses none either, and the
-  // compression of that window during decode knows no queries.
+  // positions, and all views may be left out: keys and importance alone then shape the sketch,
+  // which costs accuracy. A first call that leaves all tokens in the local window uses none either,
+  // and the compression of that window during decode knows no queries.
   // Throws InvalidArgument on a wrong shape or type, on a score that is negative or not finite
   // (naming layer, head and token), and on a query that is used and not finite.
   void compress(SequenceId sequence, std::span<const ImportanceView> importance,
@@ -95,20 +95,21 @@ class VERKV_API KvCacheManager {
 
   // Attention of one query token per row, over all tokens of the row's sequence in `layer`:
   //   output = sum_i softmax(logit)_i value_i,   logit_i = scale * q.k_i (soft-capped)
-  // In a decode step `append` comes first and `attend` second: a token attends to itself. A sequence
-  // without tokens in the layer has the answer of a padding row, output 0 and LSE -infinity, with
-  // epsilon 0, and is certified.
+  // In a decode step `append` comes first and `attend` second: a token attends to itself. A
+  // sequence without tokens in the layer has the answer of a padding row, output 0 and LSE
+  // -infinity, with epsilon 0, and is certified.
   // Allocates nothing, except in two cases. Where reports are left out and padding makes more rows
   // than there have ever been sequences, room for the reports of the rows grows. On a device,
   // buffers grow where the batch has more rows than there is room for (CudaOptions::rows).
   // Blocks until outputs and reports are written, except with views in a device's memory.
-  // Throws InvalidArgument on a wrong shape or type, an unknown or repeated sequence, or a query that
-  // is not finite (in a device's memory: a later call throws).
+  // Throws InvalidArgument on a wrong shape or type, an unknown or repeated sequence, or a query
+  // that is not finite (in a device's memory: a later call throws).
   void attend(std::int64_t layer, const AttendBatch& batch);
 
   // ---- Reports
 
-  // Of all sequences, and of one. The cost of the former does not depend on the number of sequences.
+  // Of all sequences, and of one. The cost of the former does not depend on the number of
+  // sequences.
   MemoryReport memory() const;
   MemoryReport memory(SequenceId sequence) const;
   LayerStatistics statistics(std::int64_t layer) const;

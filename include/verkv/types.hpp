@@ -127,8 +127,8 @@ VERKV_HD constexpr BFloat16 from_float<BFloat16>(float x) {
   return to_bfloat16(x);
 }
 
-// Calls f(Element{}) for the element of `type` and returns the result, whose type must not depend on
-// Element. The only way from a DType to a C++ type:
+// Calls f(Element{}) for the element of `type` and returns the result, whose type must not depend
+// on Element. The only way from a DType to a C++ type:
 //   with_element(type, [&](auto zero) { using Element = decltype(zero); ... });
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable

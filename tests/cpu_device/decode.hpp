@@ -1,6 +1,6 @@
 // Instructions in the form that the machine's loop runs. For what nvcc makes most of, all that does
-// not change is laid out beforehand: which operands are registers, how many bits count. The rest goes
-// the general way, from the Instruction.
+// not change is laid out beforehand: which operands are registers, how many bits count. The rest
+// goes the general way, from the Instruction.
 #ifndef VERKV_TESTS_CPU_DEVICE_DECODE_HPP
 #define VERKV_TESTS_CPU_DEVICE_DECODE_HPP
 

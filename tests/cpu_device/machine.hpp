@@ -1,5 +1,6 @@
-// Runs a kernel: blocks one after the other, the warps of a block in turn, each up to the next place
-// where it must wait for others. Within a warp the threads at the lowest place go first, together.
+// Runs a kernel: blocks one after the other, the warps of a block in turn, each up to the next
+// place where it must wait for others. Within a warp the threads at the lowest place go first,
+// together.
 #ifndef VERKV_TESTS_CPU_DEVICE_MACHINE_HPP
 #define VERKV_TESTS_CPU_DEVICE_MACHINE_HPP
 

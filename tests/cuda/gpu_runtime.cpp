@@ -1,5 +1,5 @@
-// For tests of the CUDA backend on a GPU: the runtime is the real one, and the CPU device that the tests
-// prepare and question stands idle. Cases that need it have the tag [cpu-device].
+// For tests of the CUDA backend on a GPU: the runtime is the real one, and the CPU device that the
+// tests prepare and question stands idle. Cases that need it have the tag [cpu-device].
 #include <cuda_runtime_api.h>
 
 #include <cstdio>

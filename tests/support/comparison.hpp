@@ -30,8 +30,8 @@ struct Tally {
 
 double norm(const Vector& x);
 
-// A plan may end one token earlier or later where the certificate of a prefix meets epsilon (or a worth
-// the price) to within the tolerance; outputs are then of different plans and not compared.
+// A plan may end one token earlier or later where the certificate of a prefix meets epsilon (or a
+// worth the price) to within the tolerance; outputs are then of different plans and not compared.
 struct Tolerance {
   double epsilon = tolerance::kStepEpsilon;
   double lse = tolerance::kStepLse;
