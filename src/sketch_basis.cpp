@@ -14,10 +14,20 @@ using Eigen::Index;
 using Matrix = Eigen::MatrixXd;
 using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 
-// Share of the isotropic part in the queries' second moments. It keeps directions that the prompt's
-// queries did not look at. Measured (docs/math/sketch.md): at 0.1 keys in such directions were off
-// by 6 and more; at 1 the error is 1.2 to 1.6 times larger.
-constexpr double kIsotropic = 0.8;
+// Least share of the model of queries (QueryModel) in their second moments; the rest is what the
+// prompt's queries say. Measured on recordings (docs/math/sketch.md): with 0.3 or less keys in
+// directions that few of them looked at are off by a third more, with 1 all are.
+constexpr double kLeastModel = 0.5;
+// The model's least size of queries along a direction of the keys, in units of their root mean
+// square. A guess: later queries may look where the prompt's did not. At 0.5 the recordings are the
+// same to 3 %.
+constexpr double kLeastQuery = 0.2;
+// So many queries is the model itself worth beside the prompt's.
+constexpr double kModelQueries = 4;
+// Without any query, a direction's part in the logits is taken to be at most this many times the
+// mean part. Keys may be any number of times larger in one channel than in others, and training
+// makes queries small there. A guess.
+constexpr double kMostPart = 4;
 // Share of the importance in the keys' second moments; the rest is equal for all tokens. A guess
 // between two failures: importance alone forgets light tokens, equal shares forget heavy ones.
 constexpr double kByWeight = 0.5;
@@ -30,6 +40,10 @@ constexpr int kFineBlock = 16;
 // Rows of a product in binary32, whose sums are then added in double: small enough for its rounding
 // not to show, large enough for the product's speed.
 constexpr std::int64_t kProductRows = 256;
+// Eigenvalues below this share of the largest or the mean are noise of the solver.
+constexpr double kVanishing = 1e-14;
+// Rounds of a fixed point that settles within two or three.
+constexpr int kModelRounds = 4;
 // Least unit of a band, so that neither the matrices nor their products leave binary32.
 constexpr double kLeastUnit = 1e-30;
 // Least square of a band relative to the other: the weaker one must not vanish from the search for
@@ -46,36 +60,6 @@ void each_split(int bits, int key_dim, F&& f) {
   if (bits == 4) return f(key_dim, 0);
   for (int fine = 0; fine <= key_dim && 4 * fine <= bits * key_dim; fine += kFineBlock)
     f(fine, coarse_dims(bits, key_dim, fine));
-}
-
-// Square root of a symmetric positive definite matrix and its inverse.
-struct Roots {
-  Matrix root;
-  Matrix inverse;
-};
-
-Roots query_roots(std::span<const float> queries, Index dim) {
-  const Index count = static_cast<Index>(queries.size()) / dim;
-  Matrix moments = Matrix::Zero(dim, dim);
-  if (count > 0) {
-    const Eigen::Map<const RowMajor> q(queries.data(), count, dim);
-    // Relative to the largest entry, so that neither squares nor their sum leave the range.
-    const double largest = static_cast<double>(q.cwiseAbs().maxCoeff());
-    if (largest > 0) {
-      const Matrix scaled = q.cast<double>() / largest;
-      moments.noalias() = scaled.transpose() * scaled / static_cast<double>(count);
-    }
-  }
-  const double even = moments.trace() / static_cast<double>(dim);
-  if (!(even > 0)) return {Matrix::Identity(dim, dim), Matrix::Identity(dim, dim)};
-  moments = (1 - kIsotropic) / even * moments;
-  moments.diagonal().array() += kIsotropic;
-  const Eigen::SelfAdjointEigenSolver<Matrix> solved(moments);
-  // Eigenvalues are kIsotropic and more; below half of it lies nothing but a failure of the solver.
-  const Eigen::VectorXd root = solved.eigenvalues().cwiseMax(kIsotropic / 2).cwiseSqrt();
-  const Matrix& u = solved.eigenvectors();
-  return {u * root.asDiagonal() * u.transpose(),
-          u * root.cwiseInverse().asDiagonal() * u.transpose()};
 }
 
 // Weighted second moments of the centred keys, in units of `size` squared.
@@ -133,54 +117,134 @@ void rotate_rows(Matrix& m, Index begin, Index rows, std::uint64_t seed) {
   m.middleRows(begin, rows) = (rotation * m.middleRows(begin, rows)).eval();
 }
 
-// Where the logits of a head's keys come from: the eigenvectors of C^(1/2) times the keys' moments
-// times C^(1/2), strongest first, and their eigenvalues.
+// Eigenvalues of a symmetric matrix, largest first and not below 0, and its eigenvectors.
 struct Spectrum {
-  Eigen::VectorXd variance;
-  Matrix directions;
-  // How little these tokens tell of tokens to come: d / (d + n).
-  double doubt = 0;
-  // The mean of the variances, towards which doubt draws them.
-  double even = 1;
-
-  // What to expect of tokens to come.
-  double expected(int j) const { return (1 - doubt) * variance(j) + doubt * even; }
-  // The mean square of a band's coordinates, towards `even` by the square of the doubt: a band in
-  // which these tokens have next to nothing would put tokens to come worlds away from its unit, but
-  // with many tokens a weak band may be weak.
-  double band_square(Index begin, Index rows) const {
-    const double share = doubt * doubt;
-    return (1 - share) * variance.segment(begin, rows).mean() + share * even;
+  explicit Spectrum(const Matrix& m) {
+    const Eigen::SelfAdjointEigenSolver<Matrix> solved(0.5 * (m + m.transpose()));
+    value = solved.eigenvalues().reverse().cwiseMax(0);
+    direction = solved.eigenvectors().rowwise().reverse();
   }
+  Eigen::VectorXd value;
+  Matrix direction;
 };
 
-Spectrum key_spectrum(const CalibrationTokens& tokens, double size, const Roots& roots) {
-  Matrix covariance = key_moments(tokens, size);
-  covariance = (roots.root * covariance * roots.root).eval();
-  const Eigen::SelfAdjointEigenSolver<Matrix> solved(0.5 * (covariance + covariance.transpose()));
-  Spectrum result;
-  result.variance = solved.eigenvalues().reverse().cwiseMax(0);
-  result.directions = solved.eigenvectors().rowwise().reverse();
-  const double dim = static_cast<double>(tokens.key_dim);
-  result.doubt = dim / static_cast<double>(tokens.key_dim + tokens.count);
+// Second moments of the queries, in units of their mean square. Empty where there are none.
+Matrix query_moments(std::span<const float> queries, Index dim) {
+  const Index count = static_cast<Index>(queries.size()) / dim;
+  if (count == 0) return {};
+  const Eigen::Map<const RowMajor> q(queries.data(), count, dim);
+  // Relative to the largest entry, so that neither squares nor their sum leave the range.
+  const double largest = static_cast<double>(q.cwiseAbs().maxCoeff());
+  if (!(largest > 0)) return {};
+  const Matrix scaled = q.cast<double>() / largest;
+  const Matrix moments = scaled.transpose() * scaled;
+  return moments * (static_cast<double>(dim) / moments.trace());
+}
+
+// The size of queries along each direction of the keys, as far as they are known, in units of their
+// root mean square. keys: root mean square of the keys there. A direction that is not seen to
+// matter is taken to matter as much as the mean one, where kLeastQuery would give it more. Fewer
+// keys than two for each direction cannot tell a strong direction from chance.
+Eigen::VectorXd modelled_queries(const Matrix& moments, Index count, const Spectrum& keys,
+                                 std::int64_t tokens) {
+  const Index dim = keys.value.size();
+  const double chance =
+      std::max(0.0, 1 - static_cast<double>(tokens) / static_cast<double>(2 * dim));
+  const Eigen::ArrayXd size =
+      ((1 - chance) * keys.value.array() / keys.value.mean() + chance).max(kVanishing).sqrt();
+  const auto at_most = [&size](const Eigen::ArrayXd& query, double parts) -> Eigen::ArrayXd {
+    return parts * (query * size).mean() / size;
+  };
+  Eigen::ArrayXd query = Eigen::ArrayXd::Ones(dim);
+  if (moments.size() == 0) {
+    for (int round = 0; round < kModelRounds; ++round) query = at_most(query, kMostPart).min(1);
+    return query;
+  }
+  const Eigen::ArrayXd seen =
+      (keys.direction.transpose() * moments * keys.direction).diagonal().array().max(0);
+  const double n = static_cast<double>(count);
+  query = seen.sqrt();
+  for (int round = 0; round < kModelRounds; ++round) {
+    const Eigen::ArrayXd guess = at_most(query, 1).min(1);
+    query = ((n * seen + kModelQueries * guess.square()) / (n + kModelQueries)).sqrt();
+  }
+  return query.max(at_most(query, 1).min(kLeastQuery));
+}
+
+// C: second moments of the queries to expect. keys: Spectrum of the keys' moments.
+Matrix expected_queries(std::span<const float> queries, const Spectrum& keys, std::int64_t tokens) {
+  const Index dim = keys.value.size();
+  const Index count = static_cast<Index>(queries.size()) / dim;
+  const Matrix moments = query_moments(queries, dim);
+  if (!(keys.value.mean() > 0)) return Matrix::Identity(dim, dim);
+  const Eigen::VectorXd query = modelled_queries(moments, count, keys, tokens);
+  const Matrix model =
+      keys.direction * query.array().square().matrix().asDiagonal() * keys.direction.transpose();
+  if (moments.size() == 0) return model;
+  const double share =
+      std::max(kLeastModel, static_cast<double>(dim) / static_cast<double>(dim + count));
+  return (1 - share) * moments + share * model;
+}
+
+// Where the logits of a head's keys come from, strongest direction first, and how keys and queries
+// are turned to them: encode.k and query.q, whose products are q.k.
+struct Directions {
+  // Expected mean square of a direction's part in a logit.
+  Eigen::VectorXd part;
+  // The same as these tokens alone have it, but for kVanishing of the strongest.
+  Eigen::VectorXd seen;
+  Matrix encode;
+  Matrix query;
+};
+
+// `tokens` keys with these moments. What they tell of keys to come is doubted by d / (d + tokens):
+// parts are drawn towards their mean when bits are given, and by its square when directions get
+// their units: a direction in which these tokens have next to nothing would put tokens to come
+// worlds away from its unit, but with many tokens a weak one may be weak.
+Directions key_directions(const Matrix& keys, const Matrix& queries, std::int64_t tokens) {
+  const Spectrum of_queries(queries);
+  const Eigen::VectorXd root =
+      of_queries.value.cwiseMax(kVanishing * of_queries.value(0)).cwiseSqrt();
+  const Matrix& u = of_queries.direction;
+  const Matrix up = u * root.asDiagonal() * u.transpose();
+  const Matrix down = u * root.cwiseInverse().asDiagonal() * u.transpose();
+  const Spectrum both(up * keys * up);
+  Directions result;
+  const double dim = static_cast<double>(keys.rows());
+  const double doubt = dim / (dim + static_cast<double>(tokens));
   // Keys all alike say nothing: every direction counts the same.
-  result.even = result.variance.mean() > 0 ? result.variance.mean() : 1;
+  const double even = both.value.mean() > 0 ? both.value.mean() : 1;
+  const auto doubted = [&](double share) -> Eigen::VectorXd {
+    return ((1 - share) * both.value.array() + share * even).max(kVanishing * even);
+  };
+  result.part = doubted(doubt);
+  result.seen = doubted(doubt * doubt);
+  result.encode = both.direction.transpose() * up;
+  result.query = both.direction.transpose() * down;
   return result;
 }
 
+// Expected square error of a logit from directions [begin, end) under one rotation, for a square
+// error of 1 in a normal coordinate of variance 1: (sum of roots)^2 / number, where each direction
+// is in the unit that makes keys and queries equally large (docs/math/sketch.md).
+double band_error(const Eigen::VectorXd& part, int begin, int end) {
+  if (begin == end) return 0;
+  const double sum = part.segment(begin, end - begin).cwiseSqrt().sum();
+  return sum * sum / (end - begin);
+}
+
 // As many coordinates with 4 bits as make the expected square error of a logit least.
-SketchShape best_split(int bits, int dim, const Spectrum& spectrum) {
+SketchShape best_split(int bits, int dim, const Eigen::VectorXd& part) {
   SketchShape best;
   double least = 0;
   each_split(bits, dim, [&](int fine, int coarse) {
-    double error = 0;
-    for (int j = 0; j < dim; ++j) {
-      const double share = j < fine ? kFineError : j < fine + coarse ? kCoarseError : kDroppedError;
-      error += share * spectrum.expected(j);
-    }
+    const int stored = fine + coarse;
+    const double error = kFineError * band_error(part, 0, fine) +
+                         kCoarseError * band_error(part, fine, stored) +
+                         kDroppedError * part.tail(dim - stored).sum();
     if (best.dim != 0 && !(error < least)) return;
     least = error;
-    best.dim = fine + coarse;
+    best.dim = stored;
     best.fine = fine;
   });
   return best;
@@ -218,36 +282,40 @@ SketchBasis calibrate_sketch(int bits, const CalibrationTokens& tokens,
   const int dim = tokens.key_dim;
   const double largest = largest_entry(tokens);
   const double size = largest > 0 ? largest : 1;
-  const Roots roots = query_roots(queries, dim);
-  const Spectrum spectrum = key_spectrum(tokens, size, roots);
+  const Matrix moments = key_moments(tokens, size);
+  const Matrix expected = expected_queries(queries, Spectrum(moments), tokens.count);
+  const Directions to = key_directions(moments, expected, tokens.count);
   SketchBasis basis;
-  basis.shape = best_split(bits, dim, spectrum);
+  basis.shape = best_split(bits, dim, to.part);
 
   const Index stored = basis.shape.dim;
   const Index fine = basis.shape.fine;
-  Matrix encode = spectrum.directions.leftCols(stored).transpose() * roots.root;
-  Matrix query = spectrum.directions.leftCols(stored).transpose() * roots.inverse;
-  for (Matrix* m : {&encode, &query}) {
-    rotate_rows(*m, 0, fine, seed);
-    rotate_rows(*m, fine, stored - fine, seed);
-  }
-
-  // Each band in units of its root mean square; the units of the levels go to the query's side.
-  const auto scale_band = [&](Index begin, Index rows, double level_unit) {
+  Matrix encode = to.encode.topRows(stored);
+  Matrix query = to.query.topRows(stored);
+  // A band's directions in the units that make keys and queries equally large, the band as a whole
+  // in units of its root mean square; the units of the levels go to the query's side. Returns the
+  // mean square of the band's coordinates as a query sees them.
+  const auto make_band = [&](Index begin, Index rows, double level_unit) {
     if (rows == 0) return 0.0;
-    const double rms = std::max(std::sqrt(spectrum.band_square(begin, rows)) * size, kLeastUnit);
-    encode.middleRows(begin, rows) /= rms;
-    query.middleRows(begin, rows) *= rms * level_unit;
-    return rms;
+    const Eigen::VectorXd part = to.seen.segment(begin, rows).cwiseSqrt();
+    const double rms = std::max(std::sqrt(part.mean()) * std::sqrt(size), kLeastUnit);
+    const Eigen::VectorXd unit = part.cwiseSqrt() * (rms * std::sqrt(size));
+    encode.middleRows(begin, rows) =
+        unit.cwiseInverse().asDiagonal() * encode.middleRows(begin, rows);
+    query.middleRows(begin, rows) =
+        (unit * level_unit).asDiagonal() * query.middleRows(begin, rows);
+    rotate_rows(encode, begin, rows, seed);
+    rotate_rows(query, begin, rows, seed);
+    return part.mean() * part.mean();
   };
-  const double fine_rms = scale_band(0, fine, kFineUnit);
-  const double coarse_rms = scale_band(fine, stored - fine, kCoarseUnit);
-  const double both = std::max(fine_rms, coarse_rms);
-  const auto relative_square = [both](double rms) {
-    return std::max(static_cast<float>(std::pow(rms / both, 2)), kLeastSquare);
+  const double fine_square = make_band(0, fine, kFineUnit);
+  const double coarse_square = make_band(fine, stored - fine, kCoarseUnit);
+  const double both = std::max(fine_square, coarse_square);
+  const auto relative = [both](double square) {
+    return std::max(static_cast<float>(square / both), kLeastSquare);
   };
-  basis.bands.fine_square = relative_square(fine_rms);
-  basis.bands.coarse_square = relative_square(coarse_rms);
+  basis.bands.fine_square = relative(fine_square);
+  basis.bands.coarse_square = relative(coarse_square);
   store_matrices(encode, query, basis);
   return basis;
 }

@@ -41,10 +41,12 @@ struct CalibrationTokens {
 };
 
 // Makes the basis.
-//   C = (1 - a) E[q q^T] + a tr / d I over the queries (C = I without any), a = 0.8
+//   C = (1 - a) E[q q^T] + a model over the queries, a >= 1/2; the model is diagonal in the principal
+//   directions of the keys
 //   covariance of C^(1/2) k, half over all tokens alike, half by weight; its eigenvectors,
 //   strongest first; as many coordinates at 4 bits as make the expected square error of a logit
-//   least at `bits` a coordinate in all; a random rotation inside each band.
+//   least at `bits` a coordinate in all; units in which keys and queries are equally large; a
+//   random rotation inside each band.
 // queries: [count][key_dim], row after row, of the group's heads together. In double;
 // deterministic. Allocates.
 VERKV_API SketchBasis calibrate_sketch(int bits, const CalibrationTokens& tokens,
