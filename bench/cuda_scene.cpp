@@ -58,6 +58,7 @@ CacheConfig cache_config(const Prompt& prompt, const Rule& rule, int layers) {
   config.keep = kKeep;
   config.sink_tokens = kSinkTokens;
   config.local_tokens = kLocalTokens;
+  config.compress_from = 0;
   config.sketch = kSketch;
   config.fetch.epsilon = rule.epsilon;
   config.fetch.risk = rule.risk;

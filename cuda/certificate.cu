@@ -1,5 +1,7 @@
 // Third launch of a step: the certificate over what is not fetched, the report of each query head,
 // and what the step adds to the layer's counters. One block per (row, query head).
+#include <verkv/sketch_error.hpp>
+
 #include "head_passes.cuh"
 #include "launch.hpp"
 #include "statistics.cuh"
@@ -9,6 +11,34 @@
 
 namespace verkv::cuda {
 namespace {
+
+// The sketch error over drawn tokens of L by the weights of the plan, in the order of
+// src/sum_order.hpp. The first warp calls, and gets it.
+VERKV_DEVICE double measured_sketch_error(const StepArguments& arguments, const HeadView& view,
+                                          std::int64_t query_head) {
+  const StepWorkspace& ws = arguments.workspace;
+  const float* weight = ws.weight + query_head * ws.token_stride;
+  const float* logit = ws.resident_logit + query_head * ws.resident_stride;
+  const float shift = ws.heads[query_head].shift;
+  const std::int64_t stride = measured_stride(view.drawn);
+  SketchErrorTerms sum;
+  if (threadIdx.x < kLanes) {
+#pragma unroll 4
+    for (std::int64_t slot = threadIdx.x * stride; slot < view.drawn; slot += kLanes * stride) {
+      const std::uint32_t position = view.resident_position[slot];
+      const float w = weight[position];
+      const float rho = to_float(view.odds[position]);
+      if (!(rho < infinity())) continue;
+      const SketchErrorTerms terms = sketch_error_terms(w, logit[slot] - shift, rho);
+      sum.weight += terms.weight;
+      sum.weight_square += terms.weight_square;
+      sum.error_square += terms.error_square;
+    }
+  }
+  return sketch_error(static_cast<double>(fold16(sum.weight)),
+                      static_cast<double>(fold16(sum.weight_square)),
+                      static_cast<double>(fold16(sum.error_square)));
+}
 
 __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     certificate_kernel(const StepArguments arguments) {
@@ -23,7 +53,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   std::int64_t* report = reinterpret_cast<std::int64_t*>(step.query_reports + query_head);
   const int slot = step.slots[row];
   if (slot < 0) {
-    if (threadIdx.x < 3) report[threadIdx.x] = 0;
+    if (threadIdx.x < 4) report[threadIdx.x] = 0;
     if (threadIdx.x < 5 && query_head % layer.group == 0)
       reinterpret_cast<std::int64_t*>(step.kv_reports + pair)[threadIdx.x] = 0;
     return;
@@ -33,6 +63,11 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   const HeadState& state = ws.heads[query_head];
   const bool computable = state.computable != 0;
   double bound = state.bound;
+  double error = 0;
+  if (view.compressed > 0 && has_codes(layer.sketch.kind)) {
+    if (threadIdx.x < 32) error = measured_sketch_error(arguments, view, query_head);
+    __syncthreads();  // weights of fetched tokens become 0 from here on
+  }
   if (view.compressed == 0) {
     bound = bound_without_estimate(computable, view.residents() > 0);
   } else if (state.known == 0 || ws.groups[pair].fetched != 0) {
@@ -46,12 +81,14 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     if (computable) bound = head.certificate_at(shared, beta, denominator, layer.rules.log_term);
     if (threadIdx.x == 0) ws.heads[query_head].beta = beta;
   }
+  bound = enlarged_for_sketch(bound, error);
   if (threadIdx.x == 0) {
     const bool certified = is_certified(bound, layer.rules.epsilon);
     report[0] = __double_as_longlong(bound);
     report[1] = certified;
     report[2] = state.planned;
-    count_decision(step, query_head, certified, state.planned);
+    report[3] = __double_as_longlong(error);
+    count_decision(step, query_head, certified, enlarges(error), state.planned);
     if (query_head % layer.group == 0) count_group(step, pair);
   }
 }

@@ -136,7 +136,7 @@ class CudaBackend final : public Backend {
     LayerStore& store = *sequence.layers[layer];
     if (keys.tokens == 0) return;
     const bool compresses = sequence.compressed_before[layer] &&
-                            compressor_.outgrown(lengths_of(store), keys.tokens) > 0;
+                            compressor_.outgrown(layer, lengths_of(store), keys.tokens) > 0;
     // Before anything changes, since this call will wait for the device anyway.
     if (compresses && options_.views == MemorySpace::device) check_numbers();
     store.reserve_append(keys.tokens, entries(layer, sequence), stream_);
@@ -414,7 +414,8 @@ class CudaBackend final : public Backend {
   void compress_outgrown_window(Sequence& sequence, std::size_t layer) {
     const LayerStore& store = *sequence.layers[layer];
     const LayerLengths lengths = lengths_of(store);
-    const std::vector<float> score = store.window_scores(compressor_.outgrown(lengths), stream_);
+    const std::vector<float> score =
+        store.window_scores(compressor_.outgrown(layer, lengths), stream_);
     std::vector<HeadCompression> heads = compressor_.window(sequence.draw, layer, lengths, score);
     apply(sequence, heads, {});
   }

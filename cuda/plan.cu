@@ -171,7 +171,7 @@ VERKV_DEVICE void plan_group(HeadShared& shared, const StepArguments& arguments,
   }
 }
 
-static_assert(sizeof(KvHeadReport) == 40 && sizeof(QueryHeadReport) == 24);
+static_assert(sizeof(KvHeadReport) == 40 && sizeof(QueryHeadReport) == 32);
 
 // ---- The kernel ---------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ Compressor::Compressor(const CacheConfig& config) : config_(config) {
     layer.compresses = from.cached && !from.dense;
     layer.kv_heads = static_cast<std::size_t>(from.kv_heads);
     layer.group = from.cached ? from.query_heads / from.kv_heads : 1;
+    layer.key_dim = from.key_dim;
     layer.global_layer =
         static_cast<std::uint32_t>(from.global_layer.value_or(static_cast<std::int64_t>(i)));
     layer.first_global_kv_head = static_cast<std::uint32_t>(from.first_global_kv_head);
@@ -84,7 +85,7 @@ std::vector<HeadCompression> Compressor::prompt(std::uint64_t sequence,
     const ImportanceView& view = importance[layer];
     check_importance(view, layer);
     const std::int64_t count = tokens - config_.local_tokens - compressed;
-    if (count <= 0 || config_.keep >= 1) continue;
+    if (count <= 0 || config_.keep >= 1 || !suffices(layer, compressed, count)) continue;
     for (std::size_t h = 0; h < layers_[layer].kv_heads; ++h) {
       HeadCompression head;
       head.layer = layer;
@@ -101,17 +102,35 @@ std::vector<HeadCompression> Compressor::prompt(std::uint64_t sequence,
   return heads;
 }
 
-std::int64_t Compressor::outgrown(const LayerLengths& lengths, std::int64_t added) const {
+std::int64_t Compressor::least_tokens(std::size_t layer) const {
+  if (config_.compress_from) return *config_.compress_from;
+  switch (config_.sketch.kind) {
+    case SketchKind::exact:
+      return 0;
+    case SketchKind::calibrated:
+      return std::max(config_.chunk_tokens.value_or(1), 2 * layers_[layer].key_dim);
+  }
+  detail::unreachable();
+}
+
+bool Compressor::suffices(std::size_t layer, std::int64_t compressed, std::int64_t count) const {
+  const std::int64_t least = least_tokens(layer);
+  return compressed > 0 || least == 0 || count - config_.sink_tokens >= least;
+}
+
+std::int64_t Compressor::outgrown(std::size_t layer, const LayerLengths& lengths,
+                                  std::int64_t added) const {
   if (!config_.chunk_tokens || config_.keep >= 1) return 0;
   const std::int64_t chunk = *config_.chunk_tokens;
   const std::int64_t more = lengths.tokens + added - lengths.compressed - config_.local_tokens;
-  return std::max<std::int64_t>(0, more) / chunk * chunk;
+  const std::int64_t whole = std::max<std::int64_t>(0, more) / chunk * chunk;
+  return suffices(layer, lengths.compressed, whole) ? whole : 0;
 }
 
 std::vector<HeadCompression> Compressor::window(std::uint64_t sequence, std::size_t layer,
                                                 const LayerLengths& lengths,
                                                 std::span<const float> score) const {
-  const std::int64_t all = outgrown(lengths);
+  const std::int64_t all = outgrown(layer, lengths);
   std::vector<HeadCompression> whole(layers_[layer].kv_heads);
   for (std::size_t h = 0; h < whole.size(); ++h) {
     whole[h].layer = layer;

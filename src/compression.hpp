@@ -59,8 +59,11 @@ class VERKV_API Compressor {
   // create_sequence or redraw was given.
   DrawId draw_id(std::uint64_t sequence, std::size_t layer, std::size_t head) const;
 
+  // The least tokens beside sinks of a layer's first compression (CacheConfig::compress_from).
+  std::int64_t least_tokens(std::size_t layer) const;
+
   // A prompt: all positions that are not compressed, but the last local_tokens, of all layers that
-  // compress. lengths and importance: one element per layer; importance [KV head][token] of the
+  // compress and where a first compression finds least_tokens. lengths and importance: one element per layer; importance [KV head][token] of the
   // positions that are not compressed, host memory that must outlive the result. Empty where keep
   // covers every token. Throws InvalidArgument, naming layer, head and token, on a score that is
   // not finite or negative.
@@ -68,10 +71,11 @@ class VERKV_API Compressor {
                                       std::span<const ImportanceView> importance) const;
 
   // By how many tokens, in whole chunks, the local window of a layer will have outgrown
-  // local_tokens with `added` more. 0: nothing to compress.
-  std::int64_t outgrown(const LayerLengths& lengths, std::int64_t added = 0) const;
+  // local_tokens with `added` more. 0: nothing to compress, or too little for a first compression.
+  std::int64_t outgrown(std::size_t layer, const LayerLengths& lengths,
+                        std::int64_t added = 0) const;
 
-  // Decode: the oldest outgrown(lengths) tokens of a layer's local window. score: [KV head][token]
+  // Decode: the oldest outgrown tokens of a layer's local window. score: [KV head][token]
   // of these tokens, each a window_score. Each chunk has its own budget; the heads of the layer
   // share it unless pools are of one head (layers are appended one by one, so they cannot share).
   std::vector<HeadCompression> window(std::uint64_t sequence, std::size_t layer,
@@ -97,10 +101,13 @@ class VERKV_API Compressor {
     bool compresses = false;
     std::size_t kv_heads = 0;
     std::int64_t group = 1;  // query heads per KV head
+    std::int64_t key_dim = 0;
     std::uint32_t global_layer = 0;
     std::uint32_t first_global_kv_head = 0;
   };
 
+  // Whether `count` more tokens of a layer may be compressed.
+  bool suffices(std::size_t layer, std::int64_t compressed, std::int64_t count) const;
   void solve_pools(std::span<HeadCompression> heads, Pool pool, bool pays_window) const;
   void solve_pool(std::span<HeadCompression> heads, bool pays_window) const;
 

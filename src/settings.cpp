@@ -206,6 +206,8 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   if (config.sink_tokens < 0) reasons.add("{} sink tokens; cannot be negative", config.sink_tokens);
   if (config.chunk_tokens && *config.chunk_tokens < 1)
     reasons.add("{} chunk tokens; must be at least 1, or none", *config.chunk_tokens);
+  if (config.compress_from && *config.compress_from < 0)
+    reasons.add("compression from {} tokens; cannot be negative", *config.compress_from);
   reasons.add_unless_known("pool", config.pool);
   check_sketch(config.sketch, reasons);
   if (config.threads && (*config.threads < 1 || *config.threads > kMaxThreads)) {

@@ -63,6 +63,7 @@ Case random_case(Random& random) {
   c.config.sink_tokens = between(random, 0, 6);
   c.config.local_tokens = between(random, 0, 20);
   c.config.chunk_tokens = between(random, 1, 40);
+  c.config.compress_from = 0;
   c.config.pool = static_cast<Pool>(random.below(3));
   c.config.study.select = random.below(4) == 0 ? Selection::topk : Selection::poisson;
   if (random.below(3) == 0) c.config.study.inclusion_floor = c.config.keep / 3;
@@ -258,6 +259,7 @@ TEST_CASE("Prompt: tokens are drawn as often as their odds say, and a biased twi
   Case c;
   c.config.keep = 0.25;
   c.config.local_tokens = 4;
+  c.config.compress_from = 0;
   for (int i = 0; i < 2; ++i) {
     verkv::LayerConfig layer;
     layer.kv_heads = layer.query_heads = 2;
@@ -306,8 +308,10 @@ TEST_CASE("Window: outgrown in whole chunks, found one chunk at a time") {
     config.local_tokens = between(random, 0, 50);
     const std::int64_t chunk = between(random, 1, 60);
     config.chunk_tokens = chunk;
+    config.sink_tokens = between(random, 0, 6);
+    config.compress_from = between(random, 1, 80);
     LayerLengths lengths;
-    lengths.compressed = between(random, 0, 100);
+    lengths.compressed = random.below(2) == 0 ? 0 : between(random, 1, 100);
     lengths.tokens = lengths.compressed + between(random, 0, 300);
     const std::int64_t added = between(random, 0, 100);
     std::int64_t window = lengths.tokens + added - lengths.compressed;
@@ -316,14 +320,59 @@ TEST_CASE("Window: outgrown in whole chunks, found one chunk at a time") {
       window -= chunk;
       expected += chunk;
     }
-    CAPTURE(config.local_tokens, chunk, lengths.tokens, lengths.compressed, added);
-    CHECK(Compressor(config).outgrown(lengths, added) == expected);
+    if (lengths.compressed == 0 && expected - config.sink_tokens < *config.compress_from)
+      expected = 0;
+    CAPTURE(config.local_tokens, chunk, config.sink_tokens, *config.compress_from, lengths.tokens,
+            lengths.compressed, added);
+    CHECK(Compressor(config).outgrown(0, lengths, added) == expected);
     config.keep = 1;  // all tokens stay
-    CHECK(Compressor(config).outgrown(lengths, added) == 0);
+    CHECK(Compressor(config).outgrown(0, lengths, added) == 0);
     config.keep = 0.5;
     config.chunk_tokens.reset();
-    CHECK(Compressor(config).outgrown(lengths, added) == 0);
+    CHECK(Compressor(config).outgrown(0, lengths, added) == 0);
   }
+}
+
+TEST_CASE("A first compression waits for as many tokens as its basis needs") {
+  CacheConfig config;
+  config.layers.resize(2);
+  config.layers[0].key_dim = 64;
+  config.layers[1].key_dim = 128;
+  config.sink_tokens = 4;
+  config.local_tokens = 10;
+  const auto least = [&config](std::size_t layer) {
+    return Compressor(config).least_tokens(layer);
+  };
+  CHECK(least(0) == 128);  // a chunk, and twice 64
+  CHECK(least(1) == 256);
+  config.chunk_tokens = 200;
+  CHECK(least(0) == 200);
+  CHECK(least(1) == 256);
+  config.chunk_tokens.reset();
+  CHECK(least(0) == 128);
+  config.sketch.kind = SketchKind::exact;
+  CHECK(least(0) == 0);
+  config.compress_from = 77;
+  CHECK(least(0) == 77);
+  config = CacheConfig{.layers = config.layers};
+
+  // By layer: the first has enough, the second has not, and once compressed any number is enough.
+  const std::vector<float> score(2000, 1.0f);
+  const auto layers_of = [&](std::int64_t tokens, std::int64_t compressed) {
+    const std::vector<LayerLengths> lengths(2, {tokens, compressed});
+    const ImportanceView view{score.data(), 1, tokens - compressed, tokens - compressed};
+    std::vector<std::size_t> layers;
+    for (const HeadCompression& head :
+         Compressor(config).prompt(0, lengths, std::vector{view, view}))
+      layers.push_back(head.layer);
+    return layers;
+  };
+  const std::int64_t kept = config.sink_tokens + config.local_tokens;
+  CHECK(layers_of(kept + 127, 0).empty());
+  CHECK(layers_of(kept + 128, 0) == std::vector<std::size_t>{0});
+  CHECK(layers_of(kept + 255, 0) == std::vector<std::size_t>{0});
+  CHECK(layers_of(kept + 256, 0) == std::vector<std::size_t>{0, 1});
+  CHECK(layers_of(300 + config.local_tokens + 1, 300) == std::vector<std::size_t>{0, 1});
 }
 
 TEST_CASE("Window: a score is the root mean square of what the steps gave") {
@@ -343,7 +392,7 @@ TEST_CASE("Window: each chunk has a budget of its own, as the reference has it")
     const std::int64_t chunk_tokens = c.config.chunk_tokens.value();
     for (std::size_t layer = 0; layer < c.config.layers.size(); ++layer) {
       const LayerLengths lengths = c.lengths[layer];
-      const std::int64_t outgrown = compressor.outgrown(lengths);
+      const std::int64_t outgrown = compressor.outgrown(layer, lengths);
       if (outgrown == 0) continue;
       const std::int64_t kv_heads = c.config.layers[layer].kv_heads;
       std::vector<float> score;
@@ -463,6 +512,7 @@ bool same(const verkv::SketchBasis& a, const verkv::SketchBasis& b) {
 struct Bases {
   explicit Bases(Random& random) {
     c.config.local_tokens = 8;
+    c.config.compress_from = 0;
     c.config.keep = 0.2;
     for (int i = 0; i < 2; ++i) {
       verkv::LayerConfig layer;

@@ -56,6 +56,7 @@ TEST_CASE("Totals of memory are the sum over sequences after any operations") {
     config.keep = 0.25;
     config.local_tokens = 4;
     config.chunk_tokens = 8;
+    config.compress_from = 0;
     config.threads = 1;
     config.fast_bytes_limit = 20'000;
     const auto cache = verkv::make_cpu_cache(config);

@@ -86,8 +86,9 @@ class VERKV_API KvCacheManager {
   // some 64 late positions of the prompt do. A calibrated sketch is made for them at the first
   // compression; later compressions and the exact sketch use none. A layer's view may have 0
   // positions, and all views may be left out: keys and importance alone then shape the sketch,
-  // which costs accuracy. A first call that leaves all tokens in the local window uses none either,
-  // and the compression of that window during decode knows no queries.
+  // which costs accuracy. A layer with too few tokens for a first compression
+  // (CacheConfig::compress_from) stays as it is and uses none either, and the compression of its
+  // window during decode knows none.
   // Throws InvalidArgument on a wrong shape or type, on a score that is negative or not finite
   // (naming layer, head and token), and on a query that is used and not finite.
   void compress(SequenceId sequence, std::span<const ImportanceView> importance,

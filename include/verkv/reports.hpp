@@ -22,8 +22,9 @@ inline constexpr SequenceId kNoSequence{};
 
 // What a step did for one query head.
 struct QueryHeadReport {
-  // The bound of Eq. 7 on |D_hat - D| / D over what was not fetched, from sketched weights. 0 where
-  // the answer is exact, infinite where the bound cannot be computed (a NaN logit).
+  // The bound of Eq. 7 on |D_hat - D| / D over what was not fetched, from sketched weights, enlarged
+  // where the sketch was measured to be far off (sketch_error.hpp). 0 where the answer is exact,
+  // infinite where the bound cannot be computed (a NaN logit) or the sketch not be measured.
   double epsilon = 0;
   // epsilon is finite and not above FetchConfig::epsilon (any finite one where that rule is off). A
   // value, not an error: a fetch limit may prevent it. true where the sequence has no token in the
@@ -31,6 +32,9 @@ struct QueryHeadReport {
   bool certified = false;
   // Tokens that this head alone asked for, residents included.
   std::int64_t planned_tokens = 0;
+  // The sketch's error in natural-log units of a weight, as measured on drawn tokens. 0 where the
+  // sketch is exact or nothing is compressed; infinite where no token of L was drawn.
+  double sketch_error = 0;
 };
 
 // What a step did for one KV head: the union over its group of query heads.
@@ -79,6 +83,7 @@ struct LayerStatistics {
   std::int64_t steps = 0;  // rows that attended
   std::int64_t decisions = 0;
   std::int64_t certified = 0;       // decisions certified at the end
+  std::int64_t enlarged = 0;        // of them, those with a sketch error above 1 or unknown
   std::int64_t fetching = 0;        // decisions that asked for at least one token
   std::int64_t planned_tokens = 0;  // over all decisions
   std::int64_t fetched_tokens = 0;  // over all KV heads, unions

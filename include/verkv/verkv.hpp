@@ -18,6 +18,7 @@
 #include <verkv/settings.hpp>
 #include <verkv/shrinkage.hpp>
 #include <verkv/sketch.hpp>
+#include <verkv/sketch_error.hpp>
 #include <verkv/types.hpp>
 #include <verkv/view.hpp>
 

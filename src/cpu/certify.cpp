@@ -5,6 +5,9 @@
 
 #include <verkv/certificate.hpp>
 #include <verkv/shrinkage.hpp>
+#include <verkv/sketch_error.hpp>
+
+#include "sum_order.hpp"
 
 namespace verkv::cpu {
 
@@ -51,8 +54,34 @@ void solve_certificate(HeadGroup& group) {
   });
 }
 
+double measure_sketch(HeadGroup& group, int h) {
+  const std::span<const std::uint32_t> position = group.store.resident_positions();
+  const float* weight = group.weight(h);
+  const float* logit = group.resident_logit(h);
+  const float shift = group.state(h).shift;
+  float lanes[3][kLanes] = {};
+  const std::int64_t stride = measured_stride(group.drawn);
+  std::int64_t taken = 0;
+  for (std::int64_t slot = 0; slot < group.drawn; slot += stride, ++taken) {
+    const float w = weight[position[static_cast<std::size_t>(slot)]];
+    const float rho = group.workspace.slot_odds[static_cast<std::size_t>(slot)];
+    if (!(rho < std::numeric_limits<float>::infinity())) continue;
+    const SketchErrorTerms terms = sketch_error_terms(w, logit[slot] - shift, rho);
+    const std::size_t lane = static_cast<std::size_t>(taken % kLanes);
+    lanes[0][lane] += terms.weight;
+    lanes[1][lane] += terms.weight_square;
+    lanes[2][lane] += terms.error_square;
+  }
+  static_assert(kMeasuredTokens <= kBlockTokens, "the sums are of one block");
+  return sketch_error(static_cast<double>(fold16(lanes[0])), static_cast<double>(fold16(lanes[1])),
+                      static_cast<double>(fold16(lanes[2])));
+}
+
 void certify_rest(HeadGroup& group, std::int64_t fetched, bool is_known,
                   QueryHeadReport* out_reports) {
+  const bool measures = group.compressed > 0 && has_codes(group.shape.sketch.kind);
+  for (int h = 0; h < group.heads; ++h)
+    group.state(h).sketch_error = measures ? measure_sketch(group, h) : 0;
   for (std::int64_t i = 0; i < fetched; ++i) {
     const std::uint32_t position = group.workspace.fetched[static_cast<std::size_t>(i)];
     for (int h = 0; h < group.heads; ++h) group.weight(h)[position] = 0;
@@ -64,6 +93,8 @@ void certify_rest(HeadGroup& group, std::int64_t fetched, bool is_known,
   for (int h = 0; h < group.heads; ++h) {
     HeadState& s = group.state(h);
     if (group.compressed == 0) s.bound = bound_without_estimate(s.computable, group.residents > 0);
+    s.bound = enlarged_for_sketch(s.bound, s.sketch_error);
+    out_reports[h].sketch_error = s.sketch_error;
     out_reports[h].epsilon = s.bound;
     out_reports[h].certified = is_certified(s.bound, group.rules.epsilon);
   }

@@ -11,6 +11,7 @@
 
 #include <verkv/kv_cache_manager.hpp>
 #include <verkv/sample.hpp>
+#include <verkv/sketch_error.hpp>
 
 #include "compression.hpp"
 #include "cpu/head_store.hpp"
@@ -234,6 +235,7 @@ class CpuBackend final : public Backend {
       for (const QueryHeadReport& report : query_reports.subspan(row * query_heads, query_heads)) {
         ++statistics.decisions;
         statistics.certified += report.certified;
+        statistics.enlarged += enlarges(report.sketch_error);
         statistics.fetching += report.planned_tokens > 0;
         statistics.planned_tokens += report.planned_tokens;
       }
@@ -302,7 +304,7 @@ class CpuBackend final : public Backend {
   void compress_outgrown_window(Sequence& sequence, std::size_t layer) {
     const std::vector<HeadStore>& stores = sequence.layers[layer];
     const LayerLengths lengths = lengths_of(stores);
-    const std::int64_t outgrown = compressor_.outgrown(lengths);
+    const std::int64_t outgrown = compressor_.outgrown(layer, lengths);
     if (outgrown == 0) return;
     std::vector<float> score;
     for (const HeadStore& store : stores) {

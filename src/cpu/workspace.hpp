@@ -25,8 +25,9 @@ struct HeadState {
   double denominator = 0;
   bool computable = false;
   float beta = 0;
-  // The certificate, enlarged outward.
+  // The certificate, enlarged outward; that of the rest also for the sketch's error.
   double bound = 0;
+  double sketch_error = 0;
   // What the stop rules ask for.
   RuleThresholds rules;
   FetchThreshold threshold;

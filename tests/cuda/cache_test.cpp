@@ -67,6 +67,7 @@ CacheConfig small_config() {
   config.keep = 0.2;
   config.local_tokens = 8;
   config.chunk_tokens = 16;
+  config.compress_from = 0;
   config.sink_tokens = 2;
   config.threads = 1;
   config.seed = 11;
@@ -1073,6 +1074,7 @@ TEST_CASE("random calls") {
     config.layers.push_back(config.layers[0]);
     config.layers[1].dense = random.below(3) == 0;
     config.keep = random.below(4) == 0 ? 1 : 0.25;
+    config.compress_from = 0;
     config.local_tokens = static_cast<std::int64_t>(random.below(3)) * 5;
     const std::int64_t chunk = static_cast<std::int64_t>(random.below(3)) * 7;
     config.chunk_tokens = chunk > 0 ? std::optional(chunk) : std::nullopt;

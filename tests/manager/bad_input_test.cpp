@@ -439,6 +439,7 @@ TEST_CASE("A configuration that cannot be served is refused with every reason") 
   refused([](CacheConfig& c) { c.layers[0].global_layer = -1; }, {"layer 0", "-1"});
   refused([](CacheConfig& c) { c.sink_tokens = -1; }, {"-1", "sink"});
   refused([](CacheConfig& c) { c.local_tokens = -3; }, {"-3", "local"});
+  refused([](CacheConfig& c) { c.compress_from = -1; }, {"-1", "compression from"});
   refused([](CacheConfig& c) { c.chunk_tokens = -2; }, {"-2", "chunk"});
   refused([](CacheConfig& c) { c.chunk_tokens = 0; }, {"0", "chunk"});
   refused([](CacheConfig& c) { c.sketch.bits = 5; }, {"5", "2, 3 and 4"});

@@ -107,7 +107,8 @@ TEST_CASE("Logits of plus and minus 1e4 stay exact where everything is read") {
 }
 
 TEST_CASE("A drawn token that the plan takes for nothing is capped, wherever the shift goes") {
-  // Coordinate 0 has most of the keys' energy, coordinate 40 is not in the sketch. A needle whose
+  // The first 32 coordinates have most of the keys' energy, and the prompt's queries look at nothing
+  // else, so coordinate 40 is not in the sketch. A needle whose
   // weight is far overestimated is fetched and leaves beta = 0 behind; a drawn token whose sketched
   // weight is 0 has an exact logit far above the needle's.
   for (const double cap : {1.0, 2.0, 1e6}) {
@@ -118,7 +119,7 @@ TEST_CASE("A drawn token that the plan takes for nothing is capped, wherever the
     config.sink_tokens = 0;
     config.local_tokens = 0;
     config.study.cap = cap;
-    const std::int64_t n = 400;
+    const std::int64_t n = 2000;
     const std::vector<Scores> scores = {random_scores(random, 1, n, ScoreKind::equal)};
     Block keys = random_block(random, n, 1, 64, 1);
     Mirror draws(config, 9);
@@ -139,10 +140,15 @@ TEST_CASE("A drawn token that the plan takes for nothing is capped, wherever the
     queries.at(0, 0, 0) = 10;
     queries.at(0, 0, 40) = 80;
     const Block values = random_block(random, n, 1, 64, 1);
-    const Filled filled = fill(config, {keys}, {values}, scores, 9);
+    Block prompt = random_block(random, 64, 1, 64, 1);
+    for (std::int64_t t = 0; t < 64; ++t) {
+      for (std::int64_t j = 32; j < 64; ++j) prompt.at(t, 0, j) = 0;
+    }
+    const Filled filled = fill(config, {keys}, {values}, {}, 9);
+    compress(*filled.cache, filled.sequence, scores, {prompt});
     Mirror mirror(config, 9);
     mirror.append(0, keys, values);
-    mirror.compress(scores);
+    mirror.compress(scores, {prompt});
     const Result result = attend(*filled.cache, 0, {filled.sequence}, queries);
     REQUIRE(result.kv[0].moved_tokens > 0);
     REQUIRE(result.lse[0] < 350);  // the drawn token's logit is 500

@@ -49,6 +49,7 @@ TEST_CASE("Statistics are the sums of the reports") {
           const QueryHeadReport& query = result.query[row * size(heads) + h];
           ++s.decisions;
           s.certified += query.certified ? 1 : 0;
+          s.enlarged += query.sketch_error <= 1 ? 0 : 1;
           s.fetching += query.planned_tokens > 0 ? 1 : 0;
           s.planned_tokens += query.planned_tokens;
         }
@@ -68,6 +69,7 @@ TEST_CASE("Statistics are the sums of the reports") {
     CHECK(actual.steps == s.steps);
     CHECK(actual.decisions == s.decisions);
     CHECK(actual.certified == s.certified);
+    CHECK(actual.enlarged == s.enlarged);
     CHECK(actual.fetching == s.fetching);
     CHECK(actual.planned_tokens == s.planned_tokens);
     CHECK(actual.fetched_tokens == s.fetched_tokens);

@@ -22,6 +22,7 @@ TEST_CASE("Calls from several threads take turns") {
   config.layers = {LayerConfig{.kv_heads = 1, .query_heads = 2, .key_dim = 16, .value_dim = 16}};
   config.threads = 2;
   config.chunk_tokens = 8;
+  config.compress_from = 0;
   const auto cache = make_cache(config);
   Random random(37);
   const std::vector<float> rows = random_block(random, 403, 1, 16, 1).data;

@@ -125,6 +125,7 @@ struct HeadCase {
 struct QueryAnswer {
   std::size_t planned = 0;
   double epsilon = 0;
+  double sketch_error = 0;
   double lse = -kInfinite;
   Vector output;
   Vector window_probability;  // of the local window's tokens, by the plan's D
@@ -291,6 +292,36 @@ inline double log_sum_exp(const Vector& log_term) {
   return top + std::log(total);
 }
 
+// How far off the sketch is on drawn tokens, of 512 at most: their errors weighed by sqrt(weight) / r,
+// as in sketch_error.hpp. sketched: weights by position, relative to shift.
+inline double sketch_error(const HeadCase& head, const Vector& exact_logit, const Vector& sketched,
+                           double shift) {
+  Indices slots;
+  for (std::size_t i = 0; i < head.odds.size(); ++i) {
+    if (head.resident[i]) slots.push_back(i);
+  }
+  const std::size_t stride = (slots.size() + 511) / 512;
+  double weight = 0;
+  double squares = 0;
+  double errors = 0;
+  for (std::size_t slot = 0; slot < slots.size(); slot += stride) {
+    const std::size_t i = slots[slot];
+    if (head.odds[i] == kInfinite) continue;
+    // Weights below exp(-87) are 0 (attention.hpp), and known to be at most the smallest number.
+    const bool vanishes = sketched[i] < std::exp(-87.0);
+    const double w =
+        vanishes ? static_cast<double>(std::numeric_limits<float>::min()) : sketched[i];
+    const double g = std::sqrt(w) * (1 + head.odds[i]) / head.odds[i];
+    const double above = exact_logit[i] - shift - std::log(w);
+    const double e = vanishes ? std::max(above, 0.0) : above;
+    weight += g;
+    squares += g * g;
+    errors += g * e * e;
+  }
+  if (weight == 0) return kInfinite;
+  return std::sqrt(errors / weight * (1 + 4 * squares / (weight * weight)));
+}
+
 inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float>>& queries) {
   const std::size_t n = head.key.size();
   const std::size_t compressed = head.odds.size();
@@ -404,6 +435,18 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
     }
     const Terms rest = terms(rest_w, rest_r);
     result.epsilon = rest_w.empty() ? 0.0 : certificate(rest, denominator[h], fetch.delta);
+    if (head.sketch.kind != SketchKind::exact && compressed > 0) {
+      Vector sketched(compressed, 0.0);
+      for (std::size_t p = 0; p < low.size(); ++p) sketched[low[p]] = weight[h][p];
+      result.sketch_error = sketch_error(head, logit[h], sketched, shift[h]);
+      const double beyond = result.sketch_error * result.sketch_error - 1;
+      const bool measured = result.sketch_error < kInfinite;
+      if (measured ? result.sketch_error >= 7.5 : result.epsilon > 0) {
+        result.epsilon = kInfinite;
+      } else if (measured && beyond > 0) {
+        result.epsilon *= std::exp(beyond);
+      }
+    }
 
     // Logarithms of what each token adds to D_hat: no weight is too large or too small for them.
     Vector term(n, -kInfinite);

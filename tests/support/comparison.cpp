@@ -61,7 +61,8 @@ void compare(const CacheConfig& config, std::int64_t layer, const Result& result
       std::ostringstream text;
       text << place.str() << "query head " << g << ", planned " << query.planned << ", ";
       const double epsilon = result.query[at].epsilon;
-      if (!(std::fabs(epsilon - query.epsilon) <=
+      if (epsilon != query.epsilon &&
+          !(std::fabs(epsilon - query.epsilon) <=
             within.epsilon * query.epsilon + tolerance::kSmallestEpsilon)) {
         text << "epsilon " << epsilon << ", expected " << query.epsilon;
         tally.fail(text.str());

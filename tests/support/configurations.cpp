@@ -34,6 +34,7 @@ CacheConfig small_config() {
   config.sink_tokens = 2;
   config.local_tokens = 8;
   config.chunk_tokens = 16;
+  config.compress_from = 0;
   config.fetch.epsilon = 0.2;
   config.fetch.risk.reset();
   config.threads = 1;
@@ -54,6 +55,7 @@ Drawn random_setting(Random& random) {
   c.seed = random.bits();
   c.threads = 1;
   c.chunk_tokens.reset();
+  c.compress_from = 0;
   const std::int64_t budget = static_cast<std::int64_t>(c.keep * static_cast<double>(drawn.tokens));
   c.sink_tokens = one_of(random, std::vector<std::int64_t>{0, 1, 4});
   // The window: none, some, exactly what the budget can pay or one to either side, larger than
