@@ -306,9 +306,14 @@ void Device::join(Clock& clock, const Clock& other) {
 
 bool Device::ordered(std::uint32_t earlier, std::uint32_t later) const {
   if (earlier == later) return true;
+  // The machine asks of few operations, at every access.
+  std::array<std::uint32_t, 2>& known = known_order_[earlier % known_order_.size()];
+  if (known[0] == earlier && known[1] == later) return true;
   const Operation& a = at(earlier);
   const Clock& clock = at(later).clock;
-  return a.lane < clock.size() && clock[a.lane] >= a.sequence;
+  if (a.lane >= clock.size() || clock[a.lane] < a.sequence) return false;
+  known = {earlier, later};
+  return true;
 }
 
 std::string Device::describe(const Access& access) const {
@@ -726,8 +731,24 @@ Status Device::graph_exec_destroy(GraphExecId exec) {
 
 // ---- modules and launches
 
+namespace {
+
+// Parsed once for all devices: a test makes many, and each loads the same texts.
+std::shared_ptr<const Module> parsed(const std::string& ptx) {
+  static std::unordered_map<std::string, std::shared_ptr<const Module>> modules;
+  std::shared_ptr<const Module>& found = modules[ptx];
+  if (!found) found = std::make_shared<const Module>(parse_ptx(ptx));
+  return found;
+}
+
+}  // namespace
+
 std::shared_ptr<const Module> Device::load(const std::string& ptx) {
-  auto module = std::make_shared<Module>(parse_ptx(ptx));
+  const std::shared_ptr<const Module> found = parsed(ptx);
+  // Without addresses of variables it is the same on every device.
+  if (found->variables.empty()) return found;
+  auto module = std::make_shared<Module>(*found);
+  for (auto& [name, kernel] : module->kernels) kernel = std::make_shared<Kernel>(*kernel);
   auto& places = variables_[module.get()];
   std::vector<Address> addresses;
   for (const Variable& variable : module->variables) {

@@ -7,6 +7,7 @@
 #ifndef VERKV_TESTS_CPU_DEVICE_DEVICE_HPP
 #define VERKV_TESTS_CPU_DEVICE_DEVICE_HPP
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -309,6 +310,8 @@ class Device final : public History {
   std::unordered_map<const Kernel*, std::size_t> allowed_shared_;
   KernelChange change_;
   std::map<const Module*, std::map<std::string, std::pair<Address, std::uint64_t>>> variables_;
+  // Pairs of operations of which the first is known to be before the second.
+  mutable std::array<std::array<std::uint32_t, 2>, 16> known_order_{};
 };
 
 }  // namespace verkv::cpu_device

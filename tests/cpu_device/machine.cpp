@@ -34,10 +34,24 @@ Strength strength_of(const Instruction& in) {
   return in.wide_scope ? Strength::device : Strength::block;
 }
 
-std::uint64_t load_bits(const std::uint8_t* from, unsigned bytes) {
-  std::uint64_t value = 0;
-  std::memcpy(&value, from, bytes);
+// By size, since a processor waits long for 8 bytes of which it has just written 4.
+template <typename Bits>
+std::uint64_t bits_at(const std::uint8_t* from) {
+  Bits value = 0;
+  std::memcpy(&value, from, sizeof value);
   return value;
+}
+std::uint64_t load_bits(const std::uint8_t* from, unsigned bytes) {
+  switch (bytes) {
+    case 1:
+      return *from;
+    case 2:
+      return bits_at<std::uint16_t>(from);
+    case 4:
+      return bits_at<std::uint32_t>(from);
+    default:
+      return bits_at<std::uint64_t>(from);
+  }
 }
 
 }  // namespace
@@ -250,7 +264,7 @@ void Block::check_initialised(Thread& thread, std::uint8_t* initialised, unsigne
 
 std::uint8_t* Block::access(Thread& thread, Space space, Address address, unsigned bytes,
                             const Request& request) {
-  if (address % std::min(bytes, 16U) != 0) {
+  if ((address & (std::min(bytes, 16U) - 1)) != 0) {
     std::ostringstream text;
     text << bytes << " bytes at address 0x" << std::hex << address;
     fail(thread, FaultKind::misaligned, text.str());
