@@ -15,7 +15,7 @@
 namespace verkv::cpu_device::test {
 
 inline std::string kept_ptx(const std::string& file) {
-  std::ifstream in(std::string(VERKV_TEST_KERNEL_DIR) + "/" + file);
+  std::ifstream in(VERKV_TEST_KERNEL_DIR "/" + file);
   if (!in) throw std::runtime_error("cannot read " + file);
   std::ostringstream text;
   text << in.rdbuf();
