@@ -208,9 +208,40 @@ inline std::vector<float> channel_means(const std::vector<std::vector<float>>& k
   return mean;
 }
 
-// Logits of the compressed tokens as the sketch sees them: coordinates decoded to double and
-// multiplied with the decoded 8-bit query.
-inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& query) {
+// The compressed keys as the sketch keeps them, decoded to double, one after the other.
+struct SketchedKeys {
+  std::vector<float> mean;
+  Vector coordinate;
+};
+
+inline SketchedKeys sketched_keys(const HeadCase& head) {
+  SketchedKeys result;
+  if (head.sketch.kind == SketchKind::exact || head.odds.empty()) return result;
+  const std::size_t d = static_cast<std::size_t>(head.layer.key_dim);
+  const SketchShape shape = head.basis->shape;
+  const double unit = static_cast<double>(head.basis->unit);
+  result.mean = channel_means(head.key, head.mean_tokens, d);
+  std::vector<std::uint8_t> packed(
+      static_cast<std::size_t>(code_storage_bytes(shape, kSketchGroup)));
+  for (std::size_t i = 0; i < head.odds.size(); ++i) {
+    std::vector<float> k = head.key[i];
+    for (std::size_t j = 0; j < d; ++j) k[j] -= result.mean[j];
+    k = times(head.basis->encode, k);
+    const Positive16 stored =
+        encode_key(shape, kSketchLevels, head.basis->bands, k, packed.data(), 0);
+    for (int j = 0; j < shape.dim; ++j) {
+      const int byte = kSketchLevels.byte_of(shape, j, unpack_code(shape, packed.data(), 0, j));
+      result.coordinate.push_back(static_cast<double>(to_float(stored)) * unit *
+                                  (byte - kLevelBias));
+    }
+  }
+  return result;
+}
+
+// Logits of the compressed tokens as the sketch sees them: its keys multiplied with the decoded 8-bit
+// query.
+inline Vector sketched_logits(const HeadCase& head, const SketchedKeys& keys,
+                              const std::vector<float>& query) {
   const std::size_t n = head.odds.size();
   Vector result;
   if (head.sketch.kind == SketchKind::exact) {
@@ -220,7 +251,6 @@ inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& qu
   const std::size_t d = static_cast<std::size_t>(head.layer.key_dim);
   if (n == 0) return result;
   const SketchShape shape = head.basis->shape;
-  const std::vector<float> mean = channel_means(head.key, head.mean_tokens, d);
 
   // The query is scaled in binary32 first: its 8-bit code is part of the definition.
   std::vector<float> q(d);
@@ -228,27 +258,16 @@ inline Vector sketched_logits(const HeadCase& head, const std::vector<float>& qu
   double mean_share = 0;
   for (std::size_t j = 0; j < d; ++j) {
     q[j] = scale * query[j];
-    mean_share += static_cast<double>(q[j]) * static_cast<double>(mean[j]);
+    mean_share += static_cast<double>(q[j]) * static_cast<double>(keys.mean[j]);
   }
   q = times(head.basis->query, q);
-  const double unit = static_cast<double>(head.basis->unit);
   std::vector<std::int8_t> code(static_cast<std::size_t>(shape.padded_dim()));
   const double step = static_cast<double>(encode_query(q, code).scale);
 
-  std::vector<std::uint8_t> packed(
-      static_cast<std::size_t>(code_storage_bytes(shape, kSketchGroup)));
+  const std::size_t stored = static_cast<std::size_t>(shape.dim);
   for (std::size_t i = 0; i < n; ++i) {
-    std::vector<float> k = head.key[i];
-    for (std::size_t j = 0; j < d; ++j) k[j] -= mean[j];
-    k = times(head.basis->encode, k);
-    const Positive16 stored =
-        encode_key(shape, kSketchLevels, head.basis->bands, k, packed.data(), 0);
     double dot = 0;
-    for (int j = 0; j < shape.dim; ++j) {
-      const int byte = kSketchLevels.byte_of(shape, j, unpack_code(shape, packed.data(), 0, j));
-      const double coordinate = static_cast<double>(to_float(stored)) * unit * (byte - kLevelBias);
-      dot += step * code[static_cast<std::size_t>(j)] * coordinate;
-    }
+    for (std::size_t j = 0; j < stored; ++j) dot += step * code[j] * keys.coordinate[i * stored + j];
     result.push_back(capped_logit(dot + mean_share, head.layer.soft_cap));
   }
   return result;
@@ -347,9 +366,10 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
   Vector beta(group, 0.0);
   std::vector<Vector> key(group);
   std::vector<bool> wanted(compressed, false);
+  const SketchedKeys keys = sketched_keys(head);
   for (std::size_t h = 0; h < group; ++h) {
     for (std::size_t i = 0; i < n; ++i) logit[h].push_back(exact_logit(head, queries[h], i));
-    const Vector sketched = sketched_logits(head, queries[h]);
+    const Vector sketched = sketched_logits(head, keys, queries[h]);
     for (std::size_t i = 0; i < n; ++i) {
       shift[h] = std::max(shift[h], in_high(i) ? logit[h][i] : sketched[i]);
     }
