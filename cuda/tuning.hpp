@@ -9,7 +9,7 @@
 
 namespace verkv::cuda {
 
-// ---- How a step is cut into blocks (step.cu) ----------------------------------------------------
+// ---- How a step is cut into blocks (step.cpp) ---------------------------------------------------
 
 // Blocks of the scores that run at a time: one on each multiprocessor of an H100 or H200.
 inline constexpr std::int64_t kScoreBlocks = 132;
