@@ -40,6 +40,17 @@ VERKV_DEVICE double measured_sketch_error(const StepArguments& arguments, const 
                       static_cast<double>(fold16(sum.error_square)));
 }
 
+// Whether no token of L is left. The first warp calls.
+VERKV_DEVICE bool all_is_fetched(const HeadView& view, std::int64_t fetched) {
+  int low = 0;
+#pragma unroll 1
+  for (std::int64_t i = threadIdx.x; i < view.compressed; i += 32)
+    low += view.odds[i].bits < kPositive16Infinity.bits;
+#pragma unroll
+  for (int half = 16; half > 0; half /= 2) low += __shfl_xor_sync(kWholeWarp, low, half);
+  return low == fetched;
+}
+
 __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     certificate_kernel(const StepArguments arguments) {
   __shared__ Uninitialized<HeadShared> room;
@@ -81,7 +92,10 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     if (computable) bound = head.certificate_at(shared, beta, denominator, layer.rules.log_term);
     if (threadIdx.x == 0) ws.heads[query_head].beta = beta;
   }
-  bound = enlarged_for_sketch(bound, error);
+  if (threadIdx.x < 32 &&
+      !(bound == 0 && is_useless(error) && all_is_fetched(view, ws.groups[pair].fetched))) {
+    bound = enlarged_for_sketch(bound, error);
+  }
   if (threadIdx.x == 0) {
     const bool certified = is_certified(bound, layer.rules.epsilon);
     report[0] = __double_as_longlong(bound);

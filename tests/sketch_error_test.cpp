@@ -89,6 +89,7 @@ TEST_CASE("The sketch error is that of its definition") {
   CHECK(measured({{5.0, -200.0, 0.5}}) > 90);
   CHECK(measured({{-150.0, -200.0, 0.5}}) == 0);
   CHECK(measured({{std::nan(""), -4.0, 0.5}}) > 1e5);
+  CHECK(measured({{-4.0, std::nan(""), 0.5}, {-4.0, -4.0, 0.5}}) == kInfinite);
 }
 
 TEST_CASE("What is known of drawn tokens is true of all tokens") {
@@ -113,9 +114,11 @@ TEST_CASE("What is known of drawn tokens is true of all tokens") {
     double e = 0;
     for (const Token& t : all) {
       if (random.uniform(0, 1) >= t.r) continue;
-      const double g = std::exp(t.sketched / 2) / t.r;
-      w += g;
-      e += g * std::pow(t.exact - t.sketched, 2);
+      const verkv::SketchErrorTerms terms = verkv::sketch_error_terms(
+          verkv::weight_exp(static_cast<float>(t.sketched - 10)), static_cast<float>(t.exact - 10),
+          static_cast<float>(t.r / (1 - t.r)));
+      w += static_cast<double>(terms.weight);
+      e += static_cast<double>(terms.error_square);
     }
     mean += e / w / draws;
     square += (e / w) * (e / w) / draws;

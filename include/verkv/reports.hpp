@@ -83,7 +83,7 @@ struct LayerStatistics {
   std::int64_t steps = 0;  // rows that attended
   std::int64_t decisions = 0;
   std::int64_t certified = 0;       // decisions certified at the end
-  std::int64_t enlarged = 0;        // of them, those with a sketch error above 1 or unknown
+  std::int64_t enlarged = 0;        // decisions with a sketch error above 1 or unknown
   std::int64_t fetching = 0;        // decisions that asked for at least one token
   std::int64_t planned_tokens = 0;  // over all decisions
   std::int64_t fetched_tokens = 0;  // over all KV heads, unions

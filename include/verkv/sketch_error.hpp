@@ -5,13 +5,13 @@
 // Over drawn tokens i of L, fetched or not, with exact logit l_i, sketched logit m_i, sketched
 // weight w_i and inclusion probability r_i:
 //
-//   e_i = l_i - m_i       g_i = sqrt(w_i) / r_i     (of w_i = 0: m_i is at most log(kLeastWeight))
+//   e_i = l_i - m_i       g_i = sqrt(w_i) / r_i
 //   s^2 = sum g_i e_i^2 / sum g_i      estimates the mean over L with weights sqrt(w_i)
 //   n   = (sum g_i)^2 / sum g_i^2      tokens that the mean is worth
 //   sketch error = s sqrt(1 + 4 / n)
 //
-// The certificate is enlarged by exp(max(0, sketch error^2 - 1)). The plan does not look at it: what
-// is fetched does not depend on the draw.
+// The certificate is multiplied by exp(max(0, sketch error^2 - 1)). The plan does not look at it:
+// what is fetched does not depend on the draw.
 #ifndef VERKV_SKETCH_ERROR_HPP
 #define VERKV_SKETCH_ERROR_HPP
 
@@ -43,7 +43,7 @@ VERKV_HD inline float weight_log(float w) {
   const std::int32_t shifted = static_cast<std::int32_t>(bits - 0x3f3504f3u);
   const std::int32_t exponent = shifted >> 23;
   const float m = std::bit_cast<float>(bits - (static_cast<std::uint32_t>(exponent) << 23));
-  // log(m) = 2 atanh(t), of which four terms are left out below 1e-8.
+  // log(m) = 2 atanh(t); what is left out after four terms is below 3e-8.
   const float t = (m - 1.0f) / (m + 1.0f);
   const float z = t * t;
   float p = 1.0f / 7;
@@ -60,7 +60,8 @@ struct SketchErrorTerms {
   float error_square = 0;
 };
 
-// A sketched weight of 0 is known to be at most this, the smallest normal number, about exp(-87).
+// A sketched weight of 0 has a logit below -87 (attention.hpp). It counts as this, the smallest
+// normal number, exp(-87.3).
 inline constexpr float kLeastWeight = std::numeric_limits<float>::min();
 
 // weight: sketched. `exact`: the token's exact logit less the shift of the weights. rho: its odds,
@@ -75,12 +76,14 @@ VERKV_HD inline SketchErrorTerms sketch_error_terms(float weight, float exact, f
   return {g, g * g, g * square};
 }
 
-// The sketch error from the sums of the terms; infinite where nothing was measured.
+// The sketch error from the sums of the terms; infinite where nothing was measured, or nothing that
+// is a number.
 VERKV_HD inline double sketch_error(double weight, double weight_square, double error_square) {
   constexpr double infinity = std::numeric_limits<double>::infinity();
-  if (weight == 0) return infinity;
+  if (!(weight > 0)) return infinity;
   constexpr double doubt = 4;
-  return std::sqrt(error_square / weight * (1 + doubt * weight_square / (weight * weight)));
+  const double square = error_square / weight * (1 + doubt * weight_square / (weight * weight));
+  return square < infinity ? std::sqrt(square) : infinity;
 }
 
 // Whether it says that the certificate may be too small.
@@ -89,13 +92,18 @@ VERKV_HD constexpr bool enlarges(double sketch_error) { return !(sketch_error <=
 // From here on the certificate says nothing: weight_exp ends at exp(60).
 inline constexpr double kLargestSketchError = 7.5;
 
-// The certificate as the sketch's error leaves it. A bound of 0 says that nothing of L weighs
-// anything; it stands unless drawn tokens say that the sketch is far off.
+// Whether drawn tokens say that the sketch is of no use: what it takes for nothing may be anything.
+VERKV_HD constexpr bool is_useless(double sketch_error) {
+  return sketch_error >= kLargestSketchError &&
+         sketch_error < std::numeric_limits<double>::infinity();
+}
+
+// The certificate of what is not fetched, where anything is left, as the sketch's error leaves it. A
+// bound of 0 says that nothing of that weighs anything. It stands unless the sketch is useless.
 VERKV_HD inline double enlarged_for_sketch(double bound, double sketch_error) {
   constexpr double infinity = std::numeric_limits<double>::infinity();
   if (!enlarges(sketch_error)) return bound;
-  const bool measured = !(sketch_error == infinity);
-  if (!measured && bound == 0) return bound;
+  if (bound == 0 && !is_useless(sketch_error)) return bound;
   if (!(sketch_error < kLargestSketchError)) return infinity;
   const double beyond = sketch_error * sketch_error - 1;
   return bound * static_cast<double>(weight_exp(static_cast<float>(beyond)));

@@ -77,6 +77,16 @@ double measure_sketch(HeadGroup& group, int h) {
                       static_cast<double>(fold16(lanes[2])));
 }
 
+namespace {
+
+bool all_is_fetched(const HeadGroup& group, std::int64_t fetched) {
+  std::int64_t low = 0;
+  for (std::int64_t i = 0; i < group.compressed; ++i) low += group.is_low(i);
+  return low == fetched;
+}
+
+}  // namespace
+
 void certify_rest(HeadGroup& group, std::int64_t fetched, bool is_known,
                   QueryHeadReport* out_reports) {
   const bool measures = group.compressed > 0 && has_codes(group.shape.sketch.kind);
@@ -93,7 +103,9 @@ void certify_rest(HeadGroup& group, std::int64_t fetched, bool is_known,
   for (int h = 0; h < group.heads; ++h) {
     HeadState& s = group.state(h);
     if (group.compressed == 0) s.bound = bound_without_estimate(s.computable, group.residents > 0);
-    s.bound = enlarged_for_sketch(s.bound, s.sketch_error);
+    // Counted only where the answer hangs on it.
+    if (!(s.bound == 0 && is_useless(s.sketch_error) && all_is_fetched(group, fetched)))
+      s.bound = enlarged_for_sketch(s.bound, s.sketch_error);
     out_reports[h].sketch_error = s.sketch_error;
     out_reports[h].epsilon = s.bound;
     out_reports[h].certified = is_certified(s.bound, group.rules.epsilon);

@@ -70,7 +70,7 @@ bool same_plan(const QueryHeadReport& a, const QueryHeadReport& b) {
   const double bound_a = a.epsilon / enlarged_for_sketch(1, a.sketch_error);
   const double bound_b = b.epsilon / enlarged_for_sketch(1, b.sketch_error);
   return a.planned_tokens == b.planned_tokens &&
-         (std::isnan(bound_a) || std::isnan(bound_b) ||
+         (!(std::isfinite(bound_a) && std::isfinite(bound_b)) ||
           std::fabs(bound_a - bound_b) <= tolerance::kInequality * bound_b);
 }
 

@@ -461,7 +461,9 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
       result.sketch_error = sketch_error(head, logit[h], sketched, shift[h]);
       const double beyond = result.sketch_error * result.sketch_error - 1;
       const bool measured = result.sketch_error < kInfinite;
-      if (measured ? result.sketch_error >= 7.5 : result.epsilon > 0) {
+      if (rest_w.empty()) {
+        result.epsilon = 0;
+      } else if (measured ? result.sketch_error >= 7.5 : result.epsilon > 0) {
         result.epsilon = kInfinite;
       } else if (measured && beyond > 0) {
         result.epsilon *= std::exp(beyond);
