@@ -61,16 +61,26 @@ double measure_sketch(HeadGroup& group, int h) {
   const float shift = group.state(h).shift;
   float lanes[3][kLanes] = {};
   const std::int64_t stride = measured_stride(group.drawn);
-  std::int64_t taken = 0;
-  for (std::int64_t slot = 0; slot < group.drawn; slot += stride, ++taken) {
-    const float w = weight[position[static_cast<std::size_t>(slot)]];
-    const float rho = group.workspace.slot_odds[static_cast<std::size_t>(slot)];
-    if (!(rho < std::numeric_limits<float>::infinity())) continue;
-    const SketchErrorTerms terms = sketch_error_terms(w, logit[slot] - shift, rho);
-    const std::size_t lane = static_cast<std::size_t>(taken % kLanes);
-    lanes[0][lane] += terms.weight;
-    lanes[1][lane] += terms.weight_square;
-    lanes[2][lane] += terms.error_square;
+  // A row of lanes at a time, so that the compiler has vectors for what a row has.
+  for (std::int64_t first = 0; first < group.drawn; first += kLanes * stride) {
+    float w[kLanes] = {};
+    float exact[kLanes] = {};
+    float rho[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const std::int64_t slot = first + lane * stride;
+      rho[lane] = std::numeric_limits<float>::infinity();
+      if (slot >= group.drawn) continue;
+      w[lane] = weight[position[static_cast<std::size_t>(slot)]];
+      exact[lane] = logit[slot] - shift;
+      rho[lane] = group.workspace.slot_odds[static_cast<std::size_t>(slot)];
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const SketchErrorTerms terms = sketch_error_terms(w[lane], exact[lane], rho[lane]);
+      const bool low = rho[lane] < std::numeric_limits<float>::infinity();
+      lanes[0][lane] += low ? terms.weight : 0.0f;
+      lanes[1][lane] += low ? terms.weight_square : 0.0f;
+      lanes[2][lane] += low ? terms.error_square : 0.0f;
+    }
   }
   static_assert(kMeasuredTokens <= kBlockTokens, "the sums are of one block");
   return sketch_error(static_cast<double>(fold16(lanes[0])), static_cast<double>(fold16(lanes[1])),
