@@ -35,9 +35,11 @@ VERKV_DEVICE double measured_sketch_error(const StepArguments& arguments, const 
       sum.error_square += terms.error_square;
     }
   }
-  return sketch_error(static_cast<double>(fold16(sum.weight)),
-                      static_cast<double>(fold16(sum.weight_square)),
-                      static_cast<double>(fold16(sum.error_square)));
+  // The other half of the warp has folded nothing.
+  const auto folded = [](float x) {
+    return static_cast<double>(__shfl_sync(kWholeWarp, fold16(x), 0));
+  };
+  return sketch_error(folded(sum.weight), folded(sum.weight_square), folded(sum.error_square));
 }
 
 // Whether no token of L is left. The first warp calls.

@@ -208,13 +208,15 @@ TEST_CASE("Where everything is fetched the answer is exact, however far off the 
   Block keys = random_block(random, 300, 1, 64, 30);
   const std::vector<Scores> scores = {random_scores(random, 1, 300, ScoreKind::equal)};
   const Filled filled = fill(config, {keys}, {random_block(random, 300, 1, 64, 1)}, scores, 3);
+  int far_off = 0;
   for (int step = 0; step < 8; ++step) {
     const Result result =
         attend(*filled.cache, 0, {filled.sequence}, random_block(random, 1, 1, 64, 9));
-    CHECK(result.query[0].sketch_error > 7.5);
+    far_off += result.query[0].sketch_error > 7.5;
     CHECK(result.query[0].epsilon == 0);
     CHECK(result.query[0].certified);
   }
+  CHECK(far_off > 0);
 }
 
 TEST_CASE("What the sketch can hold is certified, with an outlier channel too") {
