@@ -145,10 +145,11 @@ void Scene::compress() {
   const ImportanceView scores = prompt_.importance(MemorySpace::host);
   const TensorView queries = prompt_.prompt_queries(MemorySpace::host);
   std::vector<HeadCompression> heads = compressor.prompt(0, {&lengths, 1}, {&scores, 1});
-  compressor.make_bases(
+  compressor.complete(
       heads,
       [this](const HeadCompression& head) {
-        return store_.host_keys(static_cast<std::int64_t>(head.head));
+        const std::int64_t h = static_cast<std::int64_t>(head.head);
+        return HeadRows{store_.host_keys(h), store_.host_values(h), &store_.order(h).directions};
       },
       {&queries, 1},
       [](std::int64_t count, const Compressor::Task& task) {

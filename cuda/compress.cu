@@ -2,10 +2,7 @@
 // every sum runs in the same order. Compiled without contraction (-fmad=false).
 #include <algorithm>
 #include <cstdint>
-#include <cub/block/block_scan.cuh>
 
-#include <verkv/inclusion.hpp>
-#include <verkv/sample.hpp>
 #include <verkv/sketch.hpp>
 
 #include "compress.hpp"
@@ -118,34 +115,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- Draw and ordered compaction ----------------------------------------------------------------
-
-// One block a KV head, so that the order needs no other block.
-__global__ void __launch_bounds__(kDrawThreads)
-    draw_kernel(const HeadView* heads, DrawId draw, std::int64_t begin, std::int64_t end,
-                std::uint32_t* out_position, std::int64_t stride, std::int64_t* out_count) {
-  using Scan = cub::BlockScan<int, kDrawThreads, cub::BLOCK_SCAN_WARP_SCANS>;
-  __shared__ typename Scan::TempStorage scan;
-  const Positive16* odds = heads[blockIdx.x].odds;
-  draw.kv_head += blockIdx.x;
-  std::uint32_t* out = out_position + static_cast<std::int64_t>(blockIdx.x) * stride;
-  std::int64_t written = 0;
-  for (std::int64_t base = begin; base < end; base += kDrawThreads) {
-    const std::int64_t position = base + threadIdx.x;
-    bool kept = false;
-    if (position < end) {
-      const double r = probability_from_odds(static_cast<double>(to_float(odds[position])));
-      kept = drawn(draw, static_cast<std::uint64_t>(position), r);
-    }
-    int before = 0;
-    int all = 0;
-    Scan(scan).ExclusiveSum(kept ? 1 : 0, before, all);
-    if (kept) out[written + before] = static_cast<std::uint32_t>(position);
-    written += all;
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) out_count[blockIdx.x] = written;
-}
+// ---- Ordered compaction -------------------------------------------------------------------------
 
 template <class Unit>
 VERKV_DEVICE void copy_row(std::byte* to, const std::byte* from, std::int64_t bytes, int lane) {
@@ -225,13 +195,6 @@ cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::in
                               static_cast<std::size_t>(layer.sketch.code_bytes()));
   const unsigned blocks = blocks_for((end / kSketchGroup + 1) * layer.kv_heads);
   return launch(encode_kernel, blocks, kThreads, shared, stream, layer, heads, end, row_stride);
-}
-
-cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawId& draw,
-                        std::int64_t begin, std::int64_t end, std::uint32_t* out_position,
-                        std::int64_t stride, std::int64_t* out_count, cudaStream_t stream) {
-  return launch(draw_kernel, static_cast<unsigned>(layer.kv_heads), kDrawThreads, 0, stream, heads,
-                draw, begin, end, out_position, stride, out_count);
 }
 
 cudaError_t launch_gather_residents(const LayerView& layer, const GatherArguments& arguments,

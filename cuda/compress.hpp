@@ -1,14 +1,11 @@
-// The compression of a layer's KV heads: means, encoding, draw, ordered compaction of the
-// residents. Each function enqueues one kernel on the stream and returns the error of its launch;
-// none synchronises.
+// The compression of a layer's KV heads: means, encoding, ordered compaction of the residents. Each
+// function enqueues one kernel on the stream and returns the error of its launch; none synchronises.
 #ifndef VERKV_CUDA_COMPRESS_HPP
 #define VERKV_CUDA_COMPRESS_HPP
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-
-#include <verkv/sample.hpp>
 
 #include "views.hpp"
 
@@ -22,13 +19,6 @@ cudaError_t launch_channel_means(const LayerView& layer, const HeadView* heads, 
 cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::int64_t end,
                           cudaStream_t stream);
 
-// Positions of [begin, end) that are drawn by the odds in the views, ascending, to
-// out_position [KV head][stride], and their number to out_count [KV head]. `draw` is of KV head 0;
-// the others follow it.
-cudaError_t launch_draw(const LayerView& layer, const HeadView* heads, const DrawId& draw,
-                        std::int64_t begin, std::int64_t end, std::uint32_t* out_position,
-                        std::int64_t stride, std::int64_t* out_count, cudaStream_t stream);
-
 // How the residents of `to` come from those of `from`.
 struct GatherArguments {
   const HeadView* from = nullptr;
@@ -36,7 +26,7 @@ struct GatherArguments {
   // A compression keeps the old drawn residents first and takes every row from the fast tier; a
   // redraw keeps none and takes every row from the host tier.
   bool keeps_drawn = true;
-  // Of launch_draw: [KV head][stride].
+  // Positions drawn anew, ascending: [KV head][stride].
   const std::uint32_t* position = nullptr;
   std::int64_t stride = 0;
   // Of one head of `to`.

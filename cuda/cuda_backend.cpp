@@ -187,8 +187,13 @@ class CudaBackend final : public Backend {
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
       const LayerStore* store = sequence.layers[layer].get();
       if (store == nullptr || store->compressed() == 0) continue;
-      changes.emplace_back(layer, store->redraw(compressor_.draw_id(draw, layer, 0), spare(),
-                                                entries(layer, sequence), stream_));
+      std::vector<LayerStore::Positions> drawn;
+      for (std::size_t h = 0; h < store->views().size(); ++h) {
+        const std::int64_t head = static_cast<std::int64_t>(h);
+        drawn.push_back(draw_positions(compressor_.draw_id(draw, layer, h),
+                                       store->odds(head, stream_), 0, store->order(head)));
+      }
+      changes.emplace_back(layer, store->redraw(drawn, spare(), entries(layer, sequence), stream_));
       buffers_.reserve_lengths(layer, store->compressed(), changes.back().second.most_residents,
                                stream_);
     }
@@ -369,12 +374,14 @@ class CudaBackend final : public Backend {
              std::span<const TensorView> prompt_queries) {
     std::vector<std::vector<std::byte>> copies(prompt_queries.size());
     const std::vector<TensorView> queries = host_queries(heads, prompt_queries, copies);
-    // Bases are made of those and of the host tier's rows, which must have been written.
+    // Bases and orders are made of those and of the host tier's rows, which must have been written.
     stream_.synchronize();
-    compressor_.make_bases(
+    compressor_.complete(
         heads,
         [&](const HeadCompression& head) {
-          return sequence.layers[head.layer]->host_keys(static_cast<std::int64_t>(head.head));
+          const LayerStore& store = *sequence.layers[head.layer];
+          const std::int64_t h = static_cast<std::int64_t>(head.head);
+          return HeadRows{store.host_keys(h), store.host_values(h), &store.order(h).directions};
         },
         queries,
         [](std::int64_t count, const Compressor::Task& task) {

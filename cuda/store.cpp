@@ -36,7 +36,8 @@ LayerStore::LayerStore(const LayerView& layer, bool require_pinned)
     : layer_(&layer),
       require_pinned_(require_pinned),
       views_(size(layer.kv_heads)),
-      resident_capacity_(size(layer.kv_heads), std::int64_t{0}) {}
+      resident_capacity_(size(layer.kv_heads), std::int64_t{0}),
+      orders_(size(layer.kv_heads)) {}
 
 std::int64_t LayerStore::key_bytes() const {
   return layer_->key_dim * static_cast<std::int64_t>(size_bytes(layer_->storage));
@@ -62,6 +63,21 @@ std::int64_t LayerStore::code_bytes() const {
 Rows LayerStore::host_keys(std::int64_t head) const {
   return {host_.data() + head * host_capacity_ * layer_->row_bytes(), layer_->storage,
           layer_->key_dim + layer_->value_dim, layer_->key_dim};
+}
+
+Rows LayerStore::host_values(std::int64_t head) const {
+  return {host_.data() + head * host_capacity_ * layer_->row_bytes() + key_bytes(), layer_->storage,
+          layer_->key_dim + layer_->value_dim, layer_->value_dim};
+}
+
+std::vector<Positive16> LayerStore::odds(std::int64_t head, cudaStream_t stream) const {
+  std::vector<Positive16> result(size(compressed()));
+  if (result.empty()) return result;
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(result.data(), odds_.data() + head * sketch_capacity_,
+                                   result.size() * sizeof(Positive16), cudaMemcpyDeviceToHost,
+                                   stream));
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  return result;
 }
 
 void LayerStore::set_views() {
@@ -278,17 +294,19 @@ DeviceBuffer<float> LayerStore::open_sketch(std::int64_t end, HeadView* table,
   return encode;
 }
 
-LayerStore::Draw LayerStore::draw(const DrawId& id, std::int64_t begin, std::int64_t end,
-                                  const HeadView* table, cudaStream_t stream) const {
+LayerStore::Draw LayerStore::upload(std::span<const Positions> drawn, cudaStream_t stream) {
   Draw result;
-  result.positions = DeviceBuffer<std::uint32_t>(heads() * (end - begin), "a draw");
-  result.stride = end - begin;
-  const DeviceBuffer<std::int64_t> count(heads(), "a draw");
-  VERKV_CUDA_CHECK(launch_draw(*layer_, table, id, begin, end, result.positions.data(),
-                               result.stride, count.data(), stream));
-  result.count.resize(size(heads()));
-  VERKV_CUDA_CHECK(cudaMemcpyAsync(result.count.data(), count.data(), size(count.bytes()),
-                                   cudaMemcpyDeviceToHost, stream));
+  for (const Positions& head : drawn)
+    result.stride = std::max(result.stride, static_cast<std::int64_t>(head.size()));
+  if (result.stride == 0) return result;
+  std::vector<std::uint32_t> all(drawn.size() * size(result.stride));
+  for (std::size_t h = 0; h < drawn.size(); ++h) {
+    std::copy(drawn[h].begin(), drawn[h].end(),
+              all.begin() + static_cast<std::int64_t>(h) * result.stride);
+  }
+  result.positions = DeviceBuffer<std::uint32_t>(static_cast<std::int64_t>(all.size()), "a draw");
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(result.positions.data(), all.data(),
+                                   size(result.positions.bytes()), cudaMemcpyHostToDevice, stream));
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
   return result;
 }
@@ -313,7 +331,6 @@ LayerStore::Change LayerStore::compress(std::span<HeadCompression> compressions,
                                         bool zero_scores, HeadView* table, cudaStream_t stream) {
   const std::int64_t begin = compressed();
   const std::int64_t end = compressions.front().end();
-  const DrawId id = compressions.front().draw;
   if (coded() && begin == 0) take_bases(compressions, stream);
   const DeviceBuffer<float> matrices = open_sketch(end, table, stream);
 
@@ -328,14 +345,18 @@ LayerStore::Change LayerStore::compress(std::span<HeadCompression> compressions,
     if (begin == 0) VERKV_CUDA_CHECK(launch_channel_means(*layer_, table, end, stream));
     VERKV_CUDA_CHECK(launch_encode(*layer_, table, end, stream));
   }
-  const Draw drawn = draw(id, begin, end, table, stream);
-
   Change change;
   change.views = views_;
+  change.orders = orders_;
+  std::vector<Positions> positions;
   for (std::size_t h = 0; h < change.views.size(); ++h) {
     change.views[h].compressed = end;
-    change.views[h].drawn += drawn.count[h];
+    change.views[h].drawn += static_cast<std::int64_t>(compressions[h].drawn.size());
+    reserve_walks(change.orders[h], compressions[h].order);
+    take_walks(change.orders[h], std::move(compressions[h].order));
+    positions.push_back(std::move(compressions[h].drawn));
   }
+  const Draw drawn = upload(positions, stream);
   allocate_residents(change, spare);
   allocate_window(change, tokens() - end + spare);
   const DeviceBuffer<HeadView> next = gather(change, drawn, true, table, stream);
@@ -344,20 +365,22 @@ LayerStore::Change LayerStore::compress(std::span<HeadCompression> compressions,
   return change;
 }
 
-LayerStore::Change LayerStore::redraw(const DrawId& id, std::int64_t spare, HeadView* table,
-                                      cudaStream_t stream) const {
-  const Draw drawn = draw(id, 0, compressed(), table, stream);
+LayerStore::Change LayerStore::redraw(std::span<const Positions> drawn, std::int64_t spare,
+                                      HeadView* table, cudaStream_t stream) const {
   Change change;
   change.views = views_;
-  for (std::size_t h = 0; h < change.views.size(); ++h) change.views[h].drawn = drawn.count[h];
+  for (std::size_t h = 0; h < change.views.size(); ++h)
+    change.views[h].drawn = static_cast<std::int64_t>(drawn[h].size());
+  const Draw copy = upload(drawn, stream);
   allocate_residents(change, spare);
-  const DeviceBuffer<HeadView> next = gather(change, drawn, false, table, stream);
+  const DeviceBuffer<HeadView> next = gather(change, copy, false, table, stream);
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
   return change;
 }
 
 void LayerStore::take(Change&& change, HeadView* table, cudaStream_t stream) {
   views_ = std::move(change.views);
+  if (!change.orders.empty()) orders_ = std::move(change.orders);
   if (change.host.bytes() > 0) {
     host_.swap(change.host);
     host_capacity_ = change.host_capacity;
@@ -416,6 +439,7 @@ void LayerStore::add_memory(MemoryReport& report) const {
     }
     used.sketch_bytes = codes + heads() * (2 * padded + 4 * layer_->key_dim) + basis_query_.bytes();
   }
+  for (const HeadOrder& order : orders_) used.basis_bytes += order.bytes();
   used.metadata_bytes = 4 * residents + heads() * (2 * padded + 8 * (tokens() - end));
   const std::int64_t allocated = host_.bytes() + resident_keys_.bytes() + resident_values_.bytes() +
                                  resident_position_.bytes() + window_square_.bytes() +

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include <verkv/reports.hpp>
-#include <verkv/sample.hpp>
 
 #include "append.hpp"
 #include "compression.hpp"
@@ -18,6 +17,7 @@
 #include "host_buffer.hpp"
 #include "rows.hpp"
 #include "sketch_basis.hpp"
+#include "spread_order.hpp"
 #include "views.hpp"
 
 namespace verkv::cuda {
@@ -65,19 +65,29 @@ class LayerStore {
     std::int64_t most_residents = 0;
     HostBuffer host;  // where the host tier grows
     std::int64_t host_capacity = 0;
+    std::vector<HeadOrder> orders;  // of a compression: all walks, [KV head]
   };
 
   // Computes a compression: one element of `heads` per KV head, in order, all of the same positions
-  // from compressed() on; their bases are taken. spare: residents that each head should have room
-  // for beyond its own. zero_scores: the local window starts without scores. Room for the sketch
-  // and the bases stay if this throws. Waits for the stream.
+  // from compressed() on; their bases and orders are taken. spare: residents that each head should
+  // have room for beyond its own. zero_scores: the local window starts without scores. Room for the
+  // sketch and the bases stay if this throws. Waits for the stream.
   Change compress(std::span<HeadCompression> heads, std::int64_t spare, bool zero_scores,
                   HeadView* table, cudaStream_t stream);
-  // Keys of one KV head on the host tier. What the stream has still to write is not there yet.
+  // Rows of one KV head on the host tier. What the stream has still to write is not there yet.
   Rows host_keys(std::int64_t head) const;
-  // The residents under another draw; `id` is of KV head 0, the others follow it. Waits for the
-  // stream.
-  Change redraw(const DrawId& id, std::int64_t spare, HeadView* table, cudaStream_t stream) const;
+  Rows host_values(std::int64_t head) const;
+  // The walks of a spread sample; empty otherwise.
+  const HeadOrder& order(std::int64_t head) const {
+    return orders_[static_cast<std::size_t>(head)];
+  }
+  // Of the compressed tokens of one KV head. Waits for the stream.
+  std::vector<Positive16> odds(std::int64_t head, cudaStream_t stream) const;
+  // The residents where `drawn`, ascending, of each KV head, are those of the compressed part.
+  // Waits for the stream.
+  using Positions = std::vector<std::uint32_t>;
+  Change redraw(std::span<const Positions> drawn, std::int64_t spare, HeadView* table,
+                cudaStream_t stream) const;
   // Puts it in force. Waits for the stream.
   void take(Change&& change, HeadView* table, cudaStream_t stream);
 
@@ -111,16 +121,13 @@ class LayerStore {
   // which the result holds: the table names it until it is written anew.
   DeviceBuffer<float> open_sketch(std::int64_t end, HeadView* table, cudaStream_t stream);
 
-  // Positions drawn, ascending: [KV head][stride], of each head `count`.
+  // Positions drawn, ascending: [KV head][stride].
   struct Draw {
     DeviceBuffer<std::uint32_t> positions;
     std::int64_t stride = 0;
-    std::vector<std::int64_t> count;
   };
-  // Draws among positions [begin, end) by the odds in the table. `id` is of KV head 0. Waits for
-  // the stream.
-  Draw draw(const DrawId& id, std::int64_t begin, std::int64_t end, const HeadView* table,
-            cudaStream_t stream) const;
+  // Waits for the stream.
+  static Draw upload(std::span<const Positions> drawn, cudaStream_t stream);
   // Enqueues the rows of the residents of `change`. The result, its views on the device, must be
   // kept until the stream has been waited for.
   DeviceBuffer<HeadView> gather(const Change& change, const Draw& draw, bool keeps_drawn,
@@ -144,6 +151,7 @@ class LayerStore {
   DeviceBuffer<Positive16> odds_;
   DeviceBuffer<float> channel_means_;
   std::vector<SketchBasis> bases_;  // [KV head], calibrated
+  std::vector<HeadOrder> orders_;   // [KV head]
   DeviceBuffer<Half> basis_query_;
 };
 

@@ -78,8 +78,6 @@ inline constexpr int kAppendThreads = 128;
 // Threads of a block of a compression's kernels: no step waits for them, and small blocks fill the
 // device for short prompts too.
 inline constexpr int kCompressThreads = 128;
-// Of the draw, where a KV head is one block, more.
-inline constexpr int kDrawThreads = 512;
 // Keys that a thread of the channel means loads ahead: about a way to memory and back.
 inline constexpr int kMeansAhead = 16;
 // More blocks than this of any of them loop over their items: a device holds far fewer at a time.

@@ -13,31 +13,49 @@
 namespace verkv {
 namespace {
 
-// The stored keys of a head as calibrate_sketch reads them, centred by their own mean.
+// Stored rows of a head as calibrate_sketch reads them, centred by their own mean: `most` of the
+// first odds.size(), evenly spaced.
 class StoredTokens final : public CalibrationTokens {
  public:
-  StoredTokens(const Rows& keys, std::span<const Positive16> odds, const float* importance)
-      : keys_(keys), odds_(odds), importance_(importance) {
-    key_dim = keys.dim;
-    count = static_cast<std::int64_t>(odds.size());
-    mean_.resize(static_cast<std::size_t>(key_dim));
-    column_means(keys_, count, mean_);
+  StoredTokens(const Rows& rows, std::span<const Positive16> odds, const float* importance,
+               std::int64_t most)
+      : rows_(rows), odds_(odds), importance_(importance) {
+    key_dim = rows.dim;
+    count = std::min(static_cast<std::int64_t>(odds.size()), most);
+    std::vector<double> sum(static_cast<std::size_t>(key_dim));
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t row = row_of(i);
+      for (std::size_t j = 0; j < sum.size(); ++j) sum[j] += static_cast<double>(element(row, j));
+    }
+    for (const double x : sum) mean_.push_back(static_cast<float>(x / static_cast<double>(count)));
   }
   void centred_key(std::int64_t token, std::span<float> out_key) const override {
-    for (std::size_t j = 0; j < out_key.size(); ++j)
-      out_key[j] = load_element(keys_, token, static_cast<std::int64_t>(j)) - mean_[j];
+    const std::int64_t row = row_of(token);
+    for (std::size_t j = 0; j < out_key.size(); ++j) out_key[j] = element(row, j) - mean_[j];
   }
   double weight(std::int64_t token) const override {
-    const bool low = odds_[static_cast<std::size_t>(token)].bits < kPositive16Infinity.bits;
-    return low && importance_ != nullptr ? static_cast<double>(importance_[token]) : 0.0;
+    const std::int64_t row = row_of(token);
+    const bool low = odds_[static_cast<std::size_t>(row)].bits < kPositive16Infinity.bits;
+    return low && importance_ != nullptr ? static_cast<double>(importance_[row]) : 0.0;
   }
 
  private:
-  Rows keys_;
+  std::int64_t row_of(std::int64_t token) const {
+    return token * static_cast<std::int64_t>(odds_.size()) / count;
+  }
+  float element(std::int64_t row, std::size_t j) const {
+    return load_element(rows_, row, static_cast<std::int64_t>(j));
+  }
+
+  Rows rows_;
   std::span<const Positive16> odds_;
   const float* importance_;
   std::vector<float> mean_;
 };
+
+double inclusion_of(Positive16 odds) {
+  return probability_from_odds(static_cast<double>(to_float(odds)));
+}
 
 void check_importance(const ImportanceView& view, std::size_t layer) {
   for (std::int64_t h = 0; h < view.heads; ++h) {
@@ -95,6 +113,7 @@ std::vector<HeadCompression> Compressor::prompt(std::uint64_t sequence,
       head.importance = view.data + static_cast<std::int64_t>(h) * view.head_stride;
       head.draw = draw_id(sequence, layer, h);
       head.odds.resize(static_cast<std::size_t>(count));
+      head.walk_tokens = count;
       heads.push_back(std::move(head));
     }
   }
@@ -140,6 +159,7 @@ std::vector<HeadCompression> Compressor::window(std::uint64_t sequence, std::siz
     whole[h].draw = draw_id(sequence, layer, h);
   }
   const std::int64_t chunk = config_.chunk_tokens.value_or(0);
+  for (HeadCompression& head : whole) head.walk_tokens = chunk;
   for (std::int64_t at = 0; at < all; at += chunk) {
     std::vector<HeadCompression> part = whole;
     for (std::size_t h = 0; h < part.size(); ++h) {
@@ -210,7 +230,8 @@ void Compressor::solve_pool(std::span<HeadCompression> heads, bool pays_window) 
       assign([&](std::size_t i) { return kept[i] != 0 ? kPositive16Infinity : Positive16{}; });
       return;
     }
-    case Selection::poisson: {
+    case Selection::poisson:
+    case Selection::spread: {
       std::vector<float> scratch(tau.size());
       const FlooredInclusion inclusion = solve_inclusion(
           std::span<const float>(tau), budget, config_.study.inclusion_floor, std::span(scratch));
@@ -227,24 +248,43 @@ bool Compressor::needs_basis(const HeadCompression& head) const {
   return has_codes(config_.sketch.kind) && head.begin == 0;
 }
 
-void Compressor::make_bases(std::span<HeadCompression> heads,
-                            const std::function<Rows(const HeadCompression&)>& keys,
-                            std::span<const TensorView> prompt_queries,
-                            const std::function<void(std::int64_t, const Task&)>& run) const {
+void Compressor::complete_head(HeadCompression& head, const HeadRows& rows,
+                               std::span<const TensorView> prompt_queries) const {
+  const bool spreads = config_.study.select == Selection::spread;
+  const bool opens = spreads && head.begin == 0;
+  if (needs_basis(head)) {
+    std::vector<float> queries;
+    if (!prompt_queries.empty()) {
+      const std::int64_t group = layers_[head.layer].group;
+      queries = gather_queries(prompt_queries[head.layer], head.layer,
+                               static_cast<std::int64_t>(head.head) * group, group);
+    }
+    head.basis = make_basis(config_.sketch.bits, rows.keys, head.odds, head.importance, queries,
+                            config_.seed, opens ? &head.order.directions.key : nullptr);
+  } else if (opens) {
+    head.order.directions.key =
+        order_directions(rows.keys, head.odds, head.importance, kOrderKeys, 1);
+  }
+  if (opens) {
+    head.order.directions.value =
+        order_directions(rows.values, head.odds, head.importance, kOrderValues, kOrderValueWeight);
+  }
+  if (spreads) {
+    if (!opens) head.order.directions = *rows.directions;
+    add_walks(head.order, rows.keys, rows.values, head.odds, head.begin, head.walk_tokens);
+  }
+  head.drawn = draw_positions(head.draw, head.odds, head.begin, head.order);
+}
+
+void Compressor::complete(std::span<HeadCompression> heads,
+                          const std::function<HeadRows(const HeadCompression&)>& rows,
+                          std::span<const TensorView> prompt_queries,
+                          const std::function<void(std::int64_t, const Task&)>& run) const {
   std::vector<std::exception_ptr> failed(heads.size());
   const Task task = [&](std::int64_t index) {
     const std::size_t i = static_cast<std::size_t>(index);
-    HeadCompression& head = heads[i];
-    if (!needs_basis(head)) return;
     try {
-      std::vector<float> queries;
-      if (!prompt_queries.empty()) {
-        const std::int64_t group = layers_[head.layer].group;
-        queries = gather_queries(prompt_queries[head.layer], head.layer,
-                                 static_cast<std::int64_t>(head.head) * group, group);
-      }
-      head.basis = make_basis(config_.sketch.bits, keys(head), head.odds, head.importance, queries,
-                              config_.seed);
+      complete_head(heads[i], rows(heads[i]), prompt_queries);
     } catch (...) {
       failed[i] = std::current_exception();
     }
@@ -256,9 +296,63 @@ void Compressor::make_bases(std::span<HeadCompression> heads,
 }
 
 SketchBasis make_basis(int bits, const Rows& keys, std::span<const Positive16> odds,
-                       const float* importance, std::span<const float> queries,
-                       std::uint64_t seed) {
-  return calibrate_sketch(bits, StoredTokens(keys, odds, importance), queries, seed);
+                       const float* importance, std::span<const float> queries, std::uint64_t seed,
+                       std::vector<float>* out_leading) {
+  const StoredTokens tokens(keys, odds, importance, static_cast<std::int64_t>(odds.size()));
+  return calibrate_sketch(bits, tokens, queries, seed, kOrderKeys, out_leading);
+}
+
+std::vector<float> order_directions(const Rows& rows, std::span<const Positive16> odds,
+                                    const float* importance, int count, double size) {
+  return leading_directions(StoredTokens(rows, odds, importance, kOrderTokens), count, size);
+}
+
+void add_walks(HeadOrder& order, const Rows& keys, const Rows& values,
+               std::span<const Positive16> odds, std::int64_t begin, std::int64_t walk_tokens) {
+  const std::int64_t count = static_cast<std::int64_t>(odds.size());
+  for (std::int64_t walk = 0; walk < count; walk += walk_tokens) {
+    const std::size_t first = order.position.size();
+    for (std::int64_t i = walk; i < std::min(count, walk + walk_tokens); ++i) {
+      const double r = inclusion_of(odds[static_cast<std::size_t>(i)]);
+      if (r > 0 && r < 1) order.position.push_back(static_cast<std::uint32_t>(begin + i));
+    }
+    if (order.position.size() == first) continue;
+    spread_order(order.directions, keys, values, std::span(order.position).subspan(first));
+    order.walk_end.push_back(static_cast<std::uint32_t>(order.position.size()));
+  }
+}
+
+std::vector<std::uint32_t> draw_positions(const DrawId& id, std::span<const Positive16> odds,
+                                          std::int64_t begin, const HeadOrder& order) {
+  const bool walks = !order.position.empty();
+  std::vector<std::uint8_t> kept(odds.size());
+  for (std::size_t i = 0; i < odds.size(); ++i) {
+    const double r = inclusion_of(odds[i]);
+    // Tokens of the walks come below.
+    kept[i] = walks ? r >= 1 : drawn(id, static_cast<std::uint64_t>(begin) + i, r);
+  }
+  const auto at = [begin](std::uint32_t position) {
+    return static_cast<std::size_t>(static_cast<std::int64_t>(position) - begin);
+  };
+  std::vector<double> r;
+  for (const std::uint32_t position : order.position) r.push_back(inclusion_of(odds[at(position)]));
+  std::vector<std::uint8_t> in(r.size());
+  std::size_t first = 0;
+  for (const std::uint32_t end : order.walk_end) {
+    const std::size_t count = end - first;
+    pivotal_draw(id, std::span(order.position).subspan(first, count),
+                 std::span<const double>(r).subspan(first, count),
+                 std::span(in).subspan(first, count));
+    first = end;
+  }
+  for (std::size_t k = 0; k < in.size(); ++k) kept[at(order.position[k])] = in[k];
+
+  std::vector<std::uint32_t> result;
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    if (kept[i] != 0)
+      result.push_back(static_cast<std::uint32_t>(static_cast<std::uint64_t>(begin) + i));
+  }
+  return result;
 }
 
 std::vector<float> gather_queries(const TensorView& view, std::size_t layer,

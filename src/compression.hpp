@@ -1,7 +1,7 @@
 // Compression, once for both backends: which positions leave the fast tier, with what odds, in
-// which basis, under which draw. Nothing here changes a cache: a backend says what its store holds,
-// gets a HeadCompression for each KV head, reserves, and applies them. docs/math/inclusion.md,
-// sketch.md.
+// which basis, and which of them are drawn. Nothing here changes a cache: a backend says what its
+// store holds, gets a HeadCompression for each KV head, reserves, and applies them.
+// docs/math/inclusion.md, sample.md, sketch.md.
 #ifndef VERKV_SRC_COMPRESSION_HPP
 #define VERKV_SRC_COMPRESSION_HPP
 
@@ -19,6 +19,7 @@
 
 #include "rows.hpp"
 #include "sketch_basis.hpp"
+#include "spread_order.hpp"
 
 namespace verkv {
 
@@ -41,10 +42,24 @@ struct HeadCompression {
   const float* importance = nullptr;
   DrawId draw;
   std::vector<Positive16> odds;
-  // Filled by make_bases where needs_basis says so; otherwise it has no rows.
+  // Tokens of each walk of a spread sample: a chunk.
+  std::int64_t walk_tokens = 0;
+  // The rest is filled by complete. Where needs_basis says so; otherwise it has no rows.
   SketchBasis basis;
+  // Of a spread sample: the walks, and at a first compression the directions.
+  HeadOrder order;
+  // Positions that stay on the fast tier, ascending.
+  std::vector<std::uint32_t> drawn;
 
   std::int64_t end() const { return begin + static_cast<std::int64_t>(odds.size()); }
+};
+
+// What a store says of a head that is compressed: its rows on the host tier, from position 0, and
+// the directions of its order, empty before its first compression.
+struct HeadRows {
+  Rows keys;
+  Rows values;
+  const OrderDirections* directions = nullptr;
 };
 
 // The rules of a configuration. Const functions keep no state: any thread may call.
@@ -85,16 +100,16 @@ class VERKV_API Compressor {
   // Whether the head's basis is made now: at its first compression, if the sketch has one.
   bool needs_basis(const HeadCompression& head) const;
 
-  // Makes the bases that are needed. keys: the host tier's rows of a head, from position 0.
+  // Makes the bases and orders that are needed, and draws.
   // prompt_queries: one view per layer, host memory, [position][query head][key_dim]; or empty.
   // run(count, task) calls task(0) .. task(count - 1), in any order, on any threads; the tasks do
   // not throw. Throws InvalidArgument, naming layer, position, head and coordinate, on a query that
   // is used and not finite.
   using Task = std::function<void(std::int64_t)>;
-  void make_bases(std::span<HeadCompression> heads,
-                  const std::function<Rows(const HeadCompression&)>& keys,
-                  std::span<const TensorView> prompt_queries,
-                  const std::function<void(std::int64_t, const Task&)>& run) const;
+  void complete(std::span<HeadCompression> heads,
+                const std::function<HeadRows(const HeadCompression&)>& rows,
+                std::span<const TensorView> prompt_queries,
+                const std::function<void(std::int64_t, const Task&)>& run) const;
 
  private:
   struct Layer {
@@ -108,6 +123,8 @@ class VERKV_API Compressor {
 
   // Whether `count` more tokens of a layer may be compressed.
   bool suffices(std::size_t layer, std::int64_t compressed, std::int64_t count) const;
+  void complete_head(HeadCompression& head, const HeadRows& rows,
+                     std::span<const TensorView> prompt_queries) const;
   void solve_pools(std::span<HeadCompression> heads, Pool pool, bool pays_window) const;
   void solve_pool(std::span<HeadCompression> heads, bool pays_window) const;
 
@@ -116,13 +133,32 @@ class VERKV_API Compressor {
 };
 
 // The basis of one head from positions [0, odds.size()) of its keys. importance: of the same
-// positions, or null. queries: [count][key_dim]. Allocates.
+// positions, or null. queries: [count][key_dim]. out_leading: if not null, the keys' side of the
+// directions of its order. Allocates.
 VERKV_API SketchBasis make_basis(int bits, const Rows& keys, std::span<const Positive16> odds,
                                  const float* importance, std::span<const float> queries,
-                                 std::uint64_t seed);
+                                 std::uint64_t seed, std::vector<float>* out_leading = nullptr);
+
+// Leading directions of rows [0, odds.size()), as leading_directions has them, from at most
+// kOrderTokens of them, evenly spaced. importance as for make_basis. Allocates.
+inline constexpr std::int64_t kOrderTokens = 1024;
+VERKV_API std::vector<float> order_directions(const Rows& rows, std::span<const Positive16> odds,
+                                              const float* importance, int count, double size);
+
+// Adds the walks of positions [begin, begin + odds.size()), one for each walk_tokens of them, to an
+// order that has its directions. Only tokens with 0 < r < 1 take part. Allocates.
+VERKV_API void add_walks(HeadOrder& order, const Rows& keys, const Rows& values,
+                         std::span<const Positive16> odds, std::int64_t begin,
+                         std::int64_t walk_tokens);
+
+// Which of positions [begin, begin + odds.size()) are drawn, ascending: those of the walks by
+// pivotal_draw along each of them, all others independently. Allocates.
+VERKV_API std::vector<std::uint32_t> draw_positions(const DrawId& id,
+                                                    std::span<const Positive16> odds,
+                                                    std::int64_t begin, const HeadOrder& order);
 
 // Query heads [first_head, first_head + group) of a view in host memory, [position and head][dim].
-// Throws as make_bases does.
+// Throws as Compressor::complete does.
 VERKV_API std::vector<float> gather_queries(const TensorView& view, std::size_t layer,
                                             std::int64_t first_head, std::int64_t group);
 

@@ -58,6 +58,7 @@ bool known(Selection select) {
   switch (select) {
     case Selection::poisson:
     case Selection::topk:
+    case Selection::spread:
       return true;
   }
   return false;

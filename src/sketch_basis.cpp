@@ -266,6 +266,20 @@ void store_matrices(const Matrix& encode, const Matrix& query, SketchBasis& out_
   }
 }
 
+// The rows of `directions`, column after column, in the unit in which coordinates along them have a
+// root mean square of `size` together. square: the mean square now, in units of `unit` squared.
+std::vector<float> in_unit(const Matrix& directions, double square, double unit, double size) {
+  const double rms = std::max(std::sqrt(square) * unit, kLeastUnit);
+  const double scale = square > 0 ? size / rms : 0.0;
+  std::vector<float> result;
+  result.reserve(static_cast<std::size_t>(directions.size()));
+  for (Index j = 0; j < directions.cols(); ++j) {
+    for (Index i = 0; i < directions.rows(); ++i)
+      result.push_back(static_cast<float>(scale * directions(i, j)));
+  }
+  return result;
+}
+
 }  // namespace
 
 SketchShape largest_sketch_shape(SketchKind kind, int bits, int key_dim) {
@@ -278,14 +292,28 @@ SketchShape largest_sketch_shape(SketchKind kind, int bits, int key_dim) {
   return shape;
 }
 
+std::vector<float> leading_directions(const CalibrationTokens& tokens, int count, double size) {
+  const double entry = largest_entry(tokens);
+  const double unit = entry > 0 ? entry : 1;
+  const Spectrum spectrum(key_moments(tokens, unit));
+  const Index kept = std::min<Index>(count, tokens.key_dim);
+  return in_unit(spectrum.direction.leftCols(kept).transpose(), spectrum.value.head(kept).mean(),
+                 unit, size);
+}
+
 SketchBasis calibrate_sketch(int bits, const CalibrationTokens& tokens,
-                             std::span<const float> queries, std::uint64_t seed) {
+                             std::span<const float> queries, std::uint64_t seed, int leading,
+                             std::vector<float>* out_leading) {
   const int dim = tokens.key_dim;
   const double largest = largest_entry(tokens);
   const double size = largest > 0 ? largest : 1;
   const Matrix moments = key_moments(tokens, size);
   const Matrix expected = expected_queries(queries, Spectrum(moments), tokens.count);
   const Directions to = key_directions(moments, expected, tokens.count);
+  if (out_leading != nullptr) {
+    const Index kept = std::min(leading, dim);
+    *out_leading = in_unit(to.encode.topRows(kept), to.seen.head(kept).mean(), size, 1);
+  }
   SketchBasis basis;
   basis.shape = best_split(bits, dim, to.part);
 

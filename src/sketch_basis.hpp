@@ -47,10 +47,18 @@ struct CalibrationTokens {
 //   strongest first; as many coordinates at 4 bits as make the expected square error of a logit
 //   least at `bits` a coordinate in all; units in which keys and queries are equally large; a
 //   random rotation inside each band.
-// queries: [count][key_dim], row after row, of the group's heads together. In double;
-// deterministic. Allocates.
+// queries: [count][key_dim], row after row, of the group's heads together. out_leading: if not
+// null, the `leading` strongest of these directions, before the rotation, as leading_directions
+// gives them. In double; deterministic. Allocates.
 VERKV_API SketchBasis calibrate_sketch(int bits, const CalibrationTokens& tokens,
-                                       std::span<const float> queries, std::uint64_t seed);
+                                       std::span<const float> queries, std::uint64_t seed,
+                                       int leading = 0, std::vector<float>* out_leading = nullptr);
+
+// The leading principal directions of the tokens, [key_dim][min(count, key_dim)], in the unit in
+// which the coordinates along them have a root mean square of `size` together; 0 where all tokens
+// are alike. Allocates.
+VERKV_API std::vector<float> leading_directions(const CalibrationTokens& tokens, int count,
+                                                double size);
 
 }  // namespace verkv
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include <verkv/sample.hpp>
@@ -230,6 +231,23 @@ bool honest(const verkv::DrawId& key, std::uint64_t position, double r) {
   return verkv::drawn(key, position, r);
 }
 
+// The spread sample of L along its order of indices.
+class Spread {
+ public:
+  explicit Spread(const LowCase& c) : r_(c.r), position_(c.r.size()), kept_(c.r.size()) {
+    std::iota(position_.begin(), position_.end(), 0u);
+  }
+  bool operator()(const verkv::DrawId& key, std::uint64_t position, double) {
+    if (position == 0) verkv::pivotal_draw(key, position_, r_, kept_);
+    return kept_[static_cast<std::size_t>(position)] != 0;
+  }
+
+ private:
+  Vector r_;
+  std::vector<std::uint32_t> position_;
+  std::vector<std::uint8_t> kept_;
+};
+
 TEST_CASE("with exact weights the bound fails no more often than delta") {
   Random random(46);
   for (int trial = 0; trial < 60; ++trial) {
@@ -240,6 +258,8 @@ TEST_CASE("with exact weights the bound fails no more often than delta") {
       INFO("trial " << trial << ", delta " << delta);
       REQUIRE(
           verkv::reference::binomial_not_above(failures(c, bound, trials, honest), trials, delta));
+      REQUIRE(verkv::reference::binomial_not_above(failures(c, bound, trials, Spread(c)), trials,
+                                                   delta));
     }
   }
 }

@@ -23,6 +23,7 @@ using verkv::CacheConfig;
 using verkv::Compressor;
 using verkv::DType;
 using verkv::HeadCompression;
+using verkv::HeadRows;
 using verkv::ImportanceView;
 using verkv::LayerLengths;
 using verkv::Pool;
@@ -65,7 +66,10 @@ Case random_case(Random& random) {
   c.config.chunk_tokens = between(random, 1, 40);
   c.config.compress_from = 0;
   c.config.pool = static_cast<Pool>(random.below(3));
-  c.config.study.select = random.below(4) == 0 ? Selection::topk : Selection::poisson;
+  const std::size_t select = random.below(4);
+  c.config.study.select = select == 0   ? Selection::topk
+                          : select == 1 ? Selection::spread
+                                        : Selection::poisson;
   if (random.below(3) == 0) c.config.study.inclusion_floor = c.config.keep / 3;
   const std::size_t layers = 1 + random.below(4);
   for (std::size_t i = 0; i < layers; ++i) {
@@ -471,7 +475,7 @@ TEST_CASE("Prompt: nothing to do, and scores that are none") {
 
 // ---- Bases --------------------------------------------------------------------------------------
 
-// What make_bases should give to calibrate_sketch, written out.
+// What complete should give to calibrate_sketch, written out.
 class Tokens final : public verkv::CalibrationTokens {
  public:
   Tokens(const std::vector<float>& keys, int dim, const HeadCompression& head) : head_(head) {
@@ -546,10 +550,11 @@ struct Bases {
   template <class Run>
   void make(std::span<HeadCompression> heads, std::span<const TensorView> prompt_queries,
             Run&& run) const {
-    Compressor(c.config).make_bases(
+    Compressor(c.config).complete(
         heads,
         [this](const HeadCompression& head) {
-          return Rows{keys_of(head).data(), DType::f32, kDim, kDim};
+          const Rows rows{keys_of(head).data(), DType::f32, kDim, kDim};
+          return HeadRows{rows, rows, &directions};
         },
         prompt_queries, run);
   }
@@ -562,6 +567,7 @@ struct Bases {
   static constexpr int kDim = 16;
   static constexpr int kPositions = 3;
   Case c;
+  verkv::OrderDirections directions;        // of heads compressed before
   std::vector<std::vector<float>> keys;     // [layer, KV head]
   std::vector<std::vector<float>> queries;  // [layer][position][query head]
 };
@@ -605,6 +611,7 @@ TEST_CASE(
   Bases s(random);
   s.c.lengths[1] = {150, 50};
   s.queries[1][5] = std::nanf("");
+  s.c.config.study.select = Selection::poisson;  // needs no directions of heads compressed before
   std::vector<TensorView> views = s.views();
   std::vector<HeadCompression> heads =
       Compressor(s.c.config).prompt(0, s.c.lengths, s.c.importance());
@@ -626,6 +633,208 @@ TEST_CASE(
   heads = Compressor(s.c.config).prompt(0, s.c.lengths, s.c.importance());
   s.make(heads, views);
   for (const HeadCompression& head : heads) CHECK(head.basis.shape.dim == 0);
+}
+
+// ---- Draws --------------------------------------------------------------------------------------
+
+// A head that is compressed from its prompt on, then chunk after chunk, as a backend does it.
+struct Life {
+  Life(Random& random, const CacheConfig& given) : config(given) {
+    config.layers.resize(1);
+    config.layers[0].kv_heads = config.layers[0].query_heads = 1;
+    config.layers[0].key_dim = config.layers[0].value_dim = kDim;
+    config.keep = 0.3;
+    config.sink_tokens = 3;
+    config.local_tokens = 5;
+    config.chunk_tokens = 20;
+    config.compress_from = 0;
+    for (int k = 0; k < kTokens * kDim; ++k) {
+      keys.push_back(static_cast<float>(random.normal()));
+      values.push_back(static_cast<float>(random.normal()));
+    }
+    for (int i = 0; i < kTokens; ++i) score.push_back(static_cast<float>(random.uniform()));
+  }
+
+  // Compresses positions up to `end`; the first time as a prompt.
+  void compress(std::uint64_t sequence, std::int64_t end) {
+    const Compressor compressor(config);
+    const LayerLengths lengths{end + config.local_tokens, static_cast<std::int64_t>(odds.size())};
+    const std::int64_t open = lengths.tokens - lengths.compressed;
+    const ImportanceView view{score.data() + lengths.compressed, 1, open, open};
+    std::vector<HeadCompression> heads =
+        odds.empty()
+            ? compressor.prompt(sequence, {&lengths, 1}, {&view, 1})
+            : compressor.window(sequence, 0, lengths, std::span(score).subspan(odds.size(), 200));
+    REQUIRE(heads.size() == 1);
+    REQUIRE(heads[0].end() == end);
+    compressor.complete(
+        heads,
+        [this](const HeadCompression&) {
+          return HeadRows{{keys.data(), DType::f32, kDim, kDim},
+                          {values.data(), DType::f32, kDim, kDim},
+                          &order.directions};
+        },
+        {}, [](std::int64_t, const Compressor::Task& task) { task(0); });
+    odds.insert(odds.end(), heads[0].odds.begin(), heads[0].odds.end());
+    drawn.insert(drawn.end(), heads[0].drawn.begin(), heads[0].drawn.end());
+    verkv::reserve_walks(order, heads[0].order);
+    verkv::take_walks(order, std::move(heads[0].order));
+  }
+
+  static constexpr int kDim = 16;
+  static constexpr int kTokens = 400;
+  CacheConfig config;
+  std::vector<float> keys;
+  std::vector<float> values;
+  std::vector<float> score;
+  std::vector<Positive16> odds;
+  std::vector<std::uint32_t> drawn;
+  verkv::HeadOrder order;
+};
+
+TEST_CASE("Draws: a redraw gives what compressing under that draw gives, chunk after chunk") {
+  for (const Selection select : {Selection::poisson, Selection::spread, Selection::topk}) {
+    for (const SketchKind kind : {SketchKind::exact, SketchKind::calibrated}) {
+      CAPTURE(static_cast<int>(select), static_cast<int>(kind));
+      CacheConfig config;
+      config.study.select = select;
+      config.sketch.kind = kind;
+      const auto life = [&](std::uint64_t sequence, const std::vector<std::int64_t>& ends) {
+        Random random(9);
+        Life result(random, config);
+        for (const std::int64_t end : ends) result.compress(sequence, end);
+        return result;
+      };
+      const Life five = life(5, {150, 170, 210});
+      const Life six = life(6, {150, 170, 210});
+      const Life whole = life(6, {150, 210});  // two chunks and one as three at a time
+      CHECK(six.drawn == whole.drawn);
+      CHECK(six.order.position == whole.order.position);
+      CHECK(six.order.walk_end == whole.order.walk_end);
+      CHECK((five.drawn != six.drawn) == (select != Selection::topk));
+      const verkv::DrawId id = Compressor(five.config).draw_id(6, 0, 0);
+      CHECK(verkv::draw_positions(id, five.odds, 0, five.order) == six.drawn);
+      CHECK((five.order.walk_end.size() == 4) == (select == Selection::spread));
+    }
+  }
+}
+
+TEST_CASE("Draws: spread, each chunk has its number of tokens, and each token its probability") {
+  Random random(10);
+  CacheConfig config;
+  config.study.select = Selection::spread;
+  Life life(random, config);
+  life.compress(0, 150);
+  life.compress(0, 190);
+  constexpr std::int64_t kTrials = 4000;
+  std::vector<std::int64_t> count(life.odds.size());
+  const std::vector<std::size_t> ends = {150, 170, 190};
+  for (std::int64_t trial = 0; trial < kTrials; ++trial) {
+    const verkv::DrawId id =
+        Compressor(life.config).draw_id(static_cast<std::uint64_t>(trial), 0, 0);
+    const std::vector<std::uint32_t> drawn = verkv::draw_positions(id, life.odds, 0, life.order);
+    for (const std::uint32_t position : drawn) ++count[position];
+    std::size_t begin = 0;
+    for (const std::size_t end : ends) {
+      double expected = 0;
+      for (std::size_t i = begin; i < end; ++i) expected += inclusion_of(life.odds[i]);
+      const auto in = [&](std::uint32_t position) { return position >= begin && position < end; };
+      const double size = static_cast<double>(std::count_if(drawn.begin(), drawn.end(), in));
+      REQUIRE(std::fabs(size - expected) < 1);
+      begin = end;
+    }
+  }
+  for (std::size_t i = 0; i < count.size(); ++i) {
+    CAPTURE(i);
+    CHECK(verkv::reference::binomial_fits(count[i], kTrials, inclusion_of(life.odds[i]),
+                                          static_cast<double>(count.size())));
+  }
+}
+
+// ---- The order ----------------------------------------------------------------------------------
+
+// Tokens in clusters around random centres; the cluster of each.
+struct Clusters {
+  Clusters(Random& random, std::size_t clusters, std::size_t each, bool by_value) {
+    constexpr std::size_t dim = static_cast<std::size_t>(kDim);
+    std::vector<std::vector<double>> centre(clusters, std::vector<double>(dim));
+    for (auto& row : centre) {
+      for (double& x : row) x = 10 * random.normal();
+    }
+    for (std::size_t i = 0; i < clusters * each; ++i) {
+      cluster.push_back(i % clusters);
+      for (std::size_t j = 0; j < dim; ++j) {
+        const float near = static_cast<float>(centre[i % clusters][j] + 0.01 * random.normal());
+        keys.push_back(by_value ? 1.0f : near);
+        values.push_back(by_value ? near : 1.0f);
+      }
+    }
+    const std::vector<Positive16> odds(cluster.size(), verkv::stored_odds(0.2));
+    directions.key = verkv::order_directions(rows(keys), odds, nullptr, verkv::kOrderKeys, 1);
+    directions.value = verkv::order_directions(rows(values), odds, nullptr, verkv::kOrderValues,
+                                               verkv::kOrderValueWeight);
+  }
+  static Rows rows(const std::vector<float>& all) { return {all.data(), DType::f32, kDim, kDim}; }
+
+  std::vector<std::uint32_t> order() const {
+    std::vector<std::uint32_t> position(cluster.size());
+    for (std::size_t i = 0; i < position.size(); ++i) position[i] = static_cast<std::uint32_t>(i);
+    verkv::spread_order(directions, rows(keys), rows(values), position);
+    return position;
+  }
+
+  static constexpr int kDim = 24;
+  std::vector<float> keys;
+  std::vector<float> values;
+  std::vector<std::size_t> cluster;
+  verkv::OrderDirections directions;
+};
+
+std::size_t changes(const Clusters& c, const std::vector<std::uint32_t>& order) {
+  std::size_t count = 0;
+  for (std::size_t k = 1; k < order.size(); ++k)
+    count += c.cluster[order[k]] != c.cluster[order[k - 1]];
+  return count;
+}
+
+TEST_CASE("The order is a permutation, always the same, and clusters of tokens stay together") {
+  for (const bool by_value : {false, true}) {
+    Random random(11);
+    const Clusters c(random, 8, 16, by_value);
+    const std::vector<std::uint32_t> order = c.order();
+    CHECK(order == c.order());
+    std::vector<std::uint32_t> sorted = order;
+    std::sort(sorted.begin(), sorted.end());
+    for (std::size_t i = 0; i < sorted.size(); ++i) REQUIRE(sorted[i] == i);
+    CHECK(changes(c, order) == 7);
+    CHECK(changes(c, sorted) == 127);  // in the order of positions none does
+  }
+}
+
+TEST_CASE("The order of equal tokens is that of their positions") {
+  Random random(12);
+  Clusters c(random, 1, 50, false);
+  std::fill(c.keys.begin(), c.keys.end(), 2.0f);
+  const std::vector<std::uint32_t> order = c.order();
+  CHECK(std::is_sorted(order.begin(), order.end()));
+}
+
+TEST_CASE("The order knows tokens of a later chunk by the first directions, whatever their size") {
+  Random random(13);
+  Clusters c(random, 8, 16, false);
+  for (const float size : {1e-30f, 1.0f, 1e30f}) {
+    std::vector<float> sized = c.keys;
+    for (float& x : sized) x *= size;
+    std::vector<std::uint32_t> chunk;
+    for (std::uint32_t i = 30; i < 94; ++i) chunk.push_back(i);
+    verkv::spread_order(c.directions, Clusters::rows(sized), Clusters::rows(c.values), chunk);
+    std::vector<std::uint32_t> sorted = chunk;
+    std::sort(sorted.begin(), sorted.end());
+    CHECK(sorted.front() == 30);
+    CHECK(sorted.back() == 93);
+    CHECK(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end());
+    if (size == 1.0f) CHECK(changes(c, chunk) == 7);
+  }
 }
 
 }  // namespace

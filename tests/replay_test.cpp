@@ -162,6 +162,9 @@ const std::vector<std::string> kRowFields{"method",
                                           "output_error_median",
                                           "output_error_p95",
                                           "output_error_worst",
+                                          "denominator_error_rms",
+                                          "denominator_error_median",
+                                          "denominator_error_p95",
                                           "step_ns",
                                           "dense_ns",
                                           "cache_bytes",
@@ -239,7 +242,7 @@ TEST_CASE("bad options give the exit code of usage and name value and limit", "[
       {{"file", "--probability", "2"}, {"--probability", "below 1"}},
       {{"file", "--cap", "0.5"}, {"--cap", "0.5", "1 or more"}},
       {{"file", "--sketch", "5"}, {"--sketch", "'5'", "exact, 2, 3, 4"}},
-      {{"file", "--select", "best"}, {"--select", "best", "poisson, topk"}},
+      {{"file", "--select", "best"}, {"--select", "best", "poisson, spread, topk"}},
       {{"file", "--fetch", "maybe"}, {"--fetch", "maybe", "verified, never, always"}},
       {{"file", "--order", "size"}, {"--order", "exact, worth"}},
       {{"file", "--pool", "row"}, {"--pool", "head, layer, sequence"}},
@@ -434,7 +437,7 @@ TEST_CASE("the JSON has every field for every method", "[replay]") {
   CHECK(report.at("settings").at("prompt_tokens") == kTokens);
   CHECK(report.at("settings").at("steps") == kSteps);
   const Json& rows = report.at("rows");
-  REQUIRE(rows.size() == 3 * (2 + 3 * 9));
+  REQUIRE(rows.size() == 3 * (2 + 3 * 10));
   std::map<std::string, int> methods;
   for (const Json& row : rows) {
     ++methods[row.at("method").get<std::string>()];
@@ -450,21 +453,23 @@ TEST_CASE("the JSON has every field for every method", "[replay]") {
                                               {"topk", 9},
                                               {"topk_fetch", 9},
                                               {"poisson", 9},
+                                              {"spread", 9},
                                               {"certificate", 27},
                                               {"risk", 27}});
   for (const Json& row : rows) {
     const std::string method = row.at("method");
     CHECK(row.at("epsilon").is_null() == (method != "certificate"));
     CHECK(row.at("risk").is_null() == (method != "risk"));
-    CHECK(row.at("failure_redraws").is_null() ==
-          !(method == "certificate" || method == "risk" || method == "poisson"));
+    CHECK(row.at("failure_redraws").is_null() == !(method == "certificate" || method == "risk" ||
+                                                   method == "poisson" || method == "spread"));
     if (method == "dense" || method == "dense_offload")
       CHECK(row.at("output_error_worst") < verkv::tolerance::kReplay);
     if (method == "dense_offload") {
       CHECK(row.at("keep") == 0);
       CHECK(row.at("moved_fraction") > 0.98);
     }
-    if (method == "topk" || method == "poisson") CHECK(row.at("moved_fraction") == 0);
+    if (method == "topk" || method == "poisson" || method == "spread")
+      CHECK(row.at("moved_fraction") == 0);
     if (method == "topk" || method == "topk_fetch") {
       CHECK(row.at("importance") == "kvzip");
     } else if (method != "dense_offload") {

@@ -1,5 +1,6 @@
 // The draw is tested for what PoissonComp needs: each token with its own probability, all of them
-// independently, the same everywhere. A test of randomness that accepts everything proves nothing,
+// independently, the same everywhere; a spread sample for what it needs instead: a fixed number, no
+// two tokens that attract each other. A test of randomness that accepts everything proves nothing,
 // so each one also runs on a sampler with one deliberate fault and has to reject it.
 
 #include <verkv/sample.hpp>
@@ -252,6 +253,244 @@ TEST_CASE("probabilities 0 and 1, tiny, beyond, not a number") {
     REQUIRE_FALSE(verkv::drawn(key, i, std::numeric_limits<double>::quiet_NaN()));
     REQUIRE(verkv::drawn(key, i, 1 - 0x1p-53) == (verkv::draw_bits(key, i) < ~std::uint64_t{2047}));
   }
+}
+
+// ---- Ordered pivotal sampling ------------------------------------------------------------------
+
+struct Walk {
+  std::vector<std::uint32_t> position;
+  std::vector<double> r;
+};
+
+Walk random_walk(Random& random, std::size_t n) {
+  Walk walk;
+  for (std::size_t i = 0; i < n; ++i) {
+    walk.position.push_back(static_cast<std::uint32_t>(i * 11 % n + 100));
+    walk.r.push_back(random.below(8) == 0 ? random.uniform(0.9, 1) : random.uniform(0.01, 0.6));
+  }
+  return walk;
+}
+
+// The walk of most tests: also tokens that are always and never in.
+Walk mixed_walk() {
+  Random random(31);
+  Walk walk = random_walk(random, 29);
+  walk.r[3] = 1;
+  walk.r[4] = 0;
+  walk.r[5] = 0.001;
+  walk.r[6] = 0.999;
+  walk.r[28] = 0;
+  return walk;
+}
+
+using Kept = std::vector<std::uint8_t>;
+
+Kept spread(const DrawId& id, const Walk& walk) {
+  Kept kept(walk.r.size(), 7);
+  verkv::pivotal_draw(id, walk.position, walk.r, kept);
+  return kept;
+}
+
+template <class Draw>
+bool walk_counts_fit(Draw&& draw) {
+  const Walk walk = mixed_walk();
+  std::vector<std::int64_t> count(walk.r.size());
+  for (std::int64_t trial = 0; trial < kTrials; ++trial) {
+    const Kept kept = draw(redraw(trial), walk);
+    for (std::size_t i = 0; i < kept.size(); ++i) count[i] += kept[i];
+  }
+  bool fits = true;
+  for (std::size_t i = 0; i < count.size(); ++i) {
+    fits = fits && verkv::reference::binomial_fits(count[i], kTrials, walk.r[i],
+                                                   static_cast<double>(count.size()));
+  }
+  return fits;
+}
+
+// Whether every sample has the expected number of tokens, rounded up or down.
+template <class Draw>
+bool walk_size_is_fixed(Draw&& draw) {
+  const Walk walk = mixed_walk();
+  double expected = 0;
+  for (const double x : walk.r) expected += x;
+  bool is_fixed = true;
+  for (std::int64_t trial = 0; trial < 2000; ++trial) {
+    double size = 0;
+    for (const std::uint8_t kept : draw(redraw(trial), walk)) size += kept;
+    is_fixed = is_fixed && std::fabs(size - expected) < 1;
+  }
+  return is_fixed;
+}
+
+// Whether no pair attracts, and neighbours of the order repel. Products of two deviations are at
+// most 1 in size; where their mean is not above 0, their sum passes Bernstein's bound with
+// probability kFalseAlarm.
+template <class Draw>
+bool walk_repels(Draw&& draw) {
+  const Walk walk = mixed_walk();
+  const std::size_t n = walk.r.size();
+  std::vector<double> product(n * n);
+  for (std::int64_t trial = 0; trial < kTrials; ++trial) {
+    const Kept kept = draw(redraw(trial), walk);
+    for (std::size_t i = 0; i < n; ++i) {
+      for (std::size_t j = 0; j < i; ++j)
+        product[i * n + j] += (kept[i] - walk.r[i]) * (kept[j] - walk.r[j]);
+    }
+  }
+  const double trials = static_cast<double>(kTrials);
+  bool repels = true;
+  double neighbours = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    for (std::size_t j = 0; j < i; ++j) {
+      const double most = std::max(walk.r[i], 1 - walk.r[i]) * std::max(walk.r[j], 1 - walk.r[j]);
+      const double bound = verkv::reference::bernstein_bound(trials * most * most, 2 * most,
+                                                             static_cast<double>(n * n));
+      repels = repels && product[i * n + j] <= bound;
+    }
+    if (i > 0) neighbours += product[i * n + i - 1];
+  }
+  // Of independent draws the products are uncorrelated and their sum has less variance than that.
+  const double size = static_cast<double>(n - 1);
+  return repels && neighbours < -verkv::reference::bernstein_bound(trials * size, size, 1);
+}
+
+Kept one_uniform_for_all(const DrawId& id, const Walk& walk) {
+  Kept kept;
+  for (const double r : walk.r) kept.push_back(verkv::draw_uniform(id, 0) < r ? 1 : 0);
+  return kept;
+}
+
+Kept independent(const DrawId& id, const Walk& walk) {
+  Kept kept;
+  for (std::size_t i = 0; i < walk.r.size(); ++i)
+    kept.push_back(verkv::drawn(id, walk.position[i], walk.r[i]) ? 1 : 0);
+  return kept;
+}
+
+TEST_CASE("a spread sample: each token with its own probability") {
+  CHECK(walk_counts_fit(spread));
+  SECTION("5 % more is noticed") {
+    CHECK_FALSE(walk_counts_fit([](const DrawId& id, Walk walk) {
+      for (double& r : walk.r) r *= 1.05;
+      return spread(id, walk);
+    }));
+  }
+  SECTION("a duel that the stronger one always wins is noticed") {
+    CHECK_FALSE(walk_counts_fit([](const DrawId& id, Walk walk) {
+      for (std::size_t i = 0; i + 1 < walk.r.size(); i += 2) {
+        const double both = walk.r[i] + walk.r[i + 1];
+        if (both >= 1) continue;
+        const bool first = walk.r[i] > walk.r[i + 1];
+        walk.r[i] = first ? both : 0;
+        walk.r[i + 1] = first ? 0 : both;
+      }
+      return spread(id, walk);
+    }));
+  }
+}
+
+TEST_CASE("a spread sample: its size is fixed to within one") {
+  CHECK(walk_size_is_fixed(spread));
+  CHECK_FALSE(walk_size_is_fixed(independent));
+}
+
+TEST_CASE("a spread sample: no two tokens attract, neighbours repel") {
+  CHECK(walk_repels(spread));
+  SECTION("one number for all is noticed, though each probability is right") {
+    CHECK(walk_counts_fit(one_uniform_for_all));
+    CHECK_FALSE(walk_repels(one_uniform_for_all));
+  }
+  SECTION("independent draws are told apart") { CHECK_FALSE(walk_repels(independent)); }
+}
+
+// The samples of a walk and their probabilities, by following both ends of every duel.
+void follow(const std::vector<double>& r, std::size_t next, std::size_t hand, double a,
+            std::uint32_t kept, double probability, std::vector<double>& out_of) {
+  if (probability == 0) return;
+  if (next == r.size()) {
+    out_of[kept | (std::uint32_t{1} << hand)] += probability * a;
+    out_of[kept] += probability * (1 - a);
+    return;
+  }
+  const double b = r[next];
+  if (a + b < 1) {
+    follow(r, next + 1, hand, a + b, kept, probability * a / (a + b), out_of);
+    follow(r, next + 1, next, a + b, kept, probability * b / (a + b), out_of);
+  } else {
+    const double hand_is_in = (1 - b) / (2 - a - b);
+    follow(r, next + 1, next, a + b - 1, kept | (std::uint32_t{1} << hand),
+           probability * hand_is_in, out_of);
+    follow(r, next + 1, hand, a + b - 1, kept | (std::uint32_t{1} << next),
+           probability * (1 - hand_is_in), out_of);
+  }
+}
+
+std::vector<double> samples_of(const std::vector<double>& r) {
+  std::vector<double> of(std::size_t{1} << r.size());
+  follow(r, 1, 0, r[0], 0, 1, of);
+  return of;
+}
+
+TEST_CASE("a spread sample: every sample as often as the duels say") {
+  Random random(32);
+  for (int trial = 0; trial < 3; ++trial) {
+    const Walk walk = random_walk(random, 5);
+    const std::vector<double> of = samples_of(walk.r);
+    std::vector<std::int64_t> count(of.size());
+    for (std::int64_t draw = 0; draw < kTrials; ++draw) {
+      const Kept kept = spread(redraw(draw), walk);
+      std::size_t sample = 0;
+      for (std::size_t i = 0; i < kept.size(); ++i) sample |= std::size_t{kept[i]} << i;
+      ++count[sample];
+    }
+    for (std::size_t sample = 0; sample < of.size(); ++sample) {
+      CAPTURE(trial, sample);
+      CHECK(verkv::reference::binomial_fits(count[sample], kTrials, of[sample],
+                                            static_cast<double>(of.size())));
+    }
+  }
+}
+
+// What Bernstein's inequality is derived from, for coefficients of one sign.
+TEST_CASE("a spread sample: exponential moments are at most those of independent draws") {
+  Random random(33);
+  for (int trial = 0; trial < 300; ++trial) {
+    const Walk walk = random_walk(random, 2 + random.below(9));
+    const std::vector<double> of = samples_of(walk.r);
+    std::vector<double> coefficient;
+    for (std::size_t i = 0; i < walk.r.size(); ++i)
+      coefficient.push_back(std::exp(random.normal()));
+    for (const double s : {-3.0, -0.3, 0.3, 3.0}) {
+      double together = 0;
+      for (std::size_t sample = 0; sample < of.size(); ++sample) {
+        double sum = 0;
+        for (std::size_t i = 0; i < coefficient.size(); ++i)
+          sum += (sample >> i & 1) != 0 ? coefficient[i] : 0.0;
+        together += of[sample] * std::exp(s * sum);
+      }
+      double apart = 1;
+      for (std::size_t i = 0; i < coefficient.size(); ++i)
+        apart *= 1 + walk.r[i] * (std::exp(s * coefficient[i]) - 1);
+      CAPTURE(trial, s, together, apart);
+      CHECK(together <= apart * (1 + 1e-9));
+    }
+  }
+}
+
+TEST_CASE("a spread sample: nothing, one token, probabilities 0, 1, beyond, not a number") {
+  CHECK(spread(redraw(0), {}).empty());
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  std::int64_t alone = 0;
+  std::int64_t halves = 0;
+  for (std::int64_t trial = 0; trial < kTrials; ++trial) {
+    const DrawId id = redraw(trial);
+    alone += spread(id, {{9}, {0.25}})[0];
+    const Kept kept = spread(id, {{9, 3, 4, 8, 2, 1}, {1, 0.5, 0, 1.5, nan, 0.5}});
+    halves += kept[1];
+    REQUIRE(kept == Kept{1, kept[1], 0, 1, 0, static_cast<std::uint8_t>(1 - kept[1])});
+  }
+  CHECK(verkv::reference::binomial_fits(alone, kTrials, 0.25, 1));
+  CHECK(verkv::reference::binomial_fits(halves, kTrials, 0.5, 1));
 }
 
 // ---- Top-k -------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ TEST_CASE("A setting outside its enumeration is refused") {
       {"fetch mode 3", [](CacheConfig& c) { c.fetch.mode = verkv::FetchMode{3}; }},
       {"pool 3", [](CacheConfig& c) { c.pool = verkv::Pool{3}; }},
       {"sketch kind 2", [](CacheConfig& c) { c.sketch.kind = verkv::SketchKind{2}; }},
-      {"selection 2", [](CacheConfig& c) { c.study.select = verkv::Selection{2}; }},
+      {"selection 3", [](CacheConfig& c) { c.study.select = verkv::Selection{3}; }},
       {"fetch order 255", [](CacheConfig& c) { c.study.order = verkv::FetchOrder{255}; }}};
   CHECK(verkv::unsupported_reasons(small_config()).empty());
   for (const Case& c : cases) {

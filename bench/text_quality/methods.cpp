@@ -43,7 +43,7 @@ class Selector {
 
   void add(const std::string& method, const CacheConfig& config, Score score) {
     if (!wanted(method)) return;
-    const bool random = config.study.select == Selection::poisson;
+    const bool random = config.study.select != Selection::topk;
     methods_.push_back({method, config, score, true, random});
   }
 
@@ -119,7 +119,7 @@ std::vector<Method> select_methods(const MethodGrid& grid, std::uint64_t seed, i
 
 std::string sketch_label(const CacheConfig& config) {
   const bool used = config.keep < 1 && (config.fetch.mode == FetchMode::verified ||
-                                        config.study.select == Selection::poisson);
+                                        config.study.select != Selection::topk);
   if (!used) return {};
   if (!has_codes(config.sketch.kind)) return "exact";
   return fmt::format("{} bits", config.sketch.bits);

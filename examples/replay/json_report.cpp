@@ -94,6 +94,9 @@ Json row_json(const Row& row) {
   json["output_error_median"] = number(row.output_error_median);
   json["output_error_p95"] = number(row.output_error_p95);
   json["output_error_worst"] = number(row.output_error_worst);
+  json["denominator_error_rms"] = number(row.denominator_error_rms);
+  json["denominator_error_median"] = number(row.denominator_error_median);
+  json["denominator_error_p95"] = number(row.denominator_error_p95);
 
   json["step_ns"] = number(row.step_ns);
   json["dense_ns"] = number(row.dense_ns);

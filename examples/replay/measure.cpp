@@ -1,6 +1,7 @@
 #include "measure.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <mutex>
 #include <numeric>
 #include <thread>
@@ -85,6 +86,7 @@ double sketch_share(const Method& method, const Row& row, double key_share) {
 // What a row is made of, summed over draws and layers.
 struct Sums {
   std::vector<double> errors;
+  std::vector<double> denominator_errors;
   std::vector<double> certificates;
   std::int64_t decisions = 0;
   std::int64_t trials = 0;
@@ -100,6 +102,7 @@ void add_trace(const Method& method, const LayerTrace& trace, std::size_t query_
   for (std::size_t k = 0; k < trace.decisions.size(); ++k) {
     const Decision& decision = trace.decisions[k];
     sums.errors.push_back(decision.output_error);
+    sums.denominator_errors.push_back(decision.denominator_error);
     sums.certificates.push_back(decision.certificate);
     ++sums.decisions;
     sums.fetching += decision.planned > 0;
@@ -122,6 +125,12 @@ void fill_shares(Sums& sums, Row& row) {
   row.output_error_median = quantile(sums.errors, 0.5);
   row.output_error_p95 = quantile(sums.errors, 0.95);
   row.output_error_worst = quantile(sums.errors, 1);
+  double square = 0;
+  for (const double error : sums.denominator_errors) square += error * error;
+  row.denominator_error_rms =
+      std::sqrt(square / static_cast<double>(sums.denominator_errors.size()));
+  row.denominator_error_median = quantile(sums.denominator_errors, 0.5);
+  row.denominator_error_p95 = quantile(sums.denominator_errors, 0.95);
   row.certificate_median = quantile(sums.certificates, 0.5);
   row.certificate_p95 = quantile(sums.certificates, 0.95);
   row.uncertified = 1 - share(sums.trials, sums.decisions);

@@ -25,6 +25,10 @@ struct Row {
   double output_error_median = kNone;
   double output_error_p95 = kNone;
   double output_error_worst = kNone;
+  // Of the softmax denominator, relative.
+  double denominator_error_rms = kNone;
+  double denominator_error_median = kNone;
+  double denominator_error_p95 = kNone;
 
   // |D_hat - D| / D beyond what was promised (or beyond a plain tolerance, where nothing is).
   Rate redraws;          // (a) fixed queries, many draws

@@ -66,7 +66,15 @@ CacheConfig base_config(const Options& options) {
   return config;
 }
 
-// A method of the comparison: poisson or top-k, with at most one rule.
+// How a method samples that no option describes.
+constexpr Selection kSampled = StudyConfig{}.select;
+
+// "Poisson, no fetch".
+std::string sample_label(Selection select) {
+  return fmt::format("{}, no fetch", select == Selection::poisson ? "Poisson" : word(select));
+}
+
+// A method of the comparison: a sample or top-k, with at most one rule.
 Method compared(const Options& options, double keep, const std::string& importance,
                 Selection select, std::optional<double> epsilon, std::optional<double> risk,
                 std::optional<double> probability) {
@@ -80,14 +88,14 @@ Method compared(const Options& options, double keep, const std::string& importan
   method.config.study.probability = probability;
   const bool fetches = epsilon || risk || probability;
   method.config.fetch.mode = fetches ? FetchMode::verified : FetchMode::never;
-  method.random = select == Selection::poisson;
+  method.random = select != Selection::topk;
   if (select == Selection::topk) {
     method.name = fetches ? "topk_fetch" : "topk";
     method.label =
         fetches ? fmt::format("top-k, p > {}", price_label(*probability)) : "top-k, no fetch";
   } else if (!fetches) {
-    method.name = "poisson";
-    method.label = "Poisson, no fetch";
+    method.name = word(select);
+    method.label = sample_label(select);
   } else if (epsilon) {
     method.name = "certificate";
     method.label = fmt::format("paper, eps {:g}", *epsilon);
@@ -119,18 +127,19 @@ Method described(const Options& options, const std::set<std::string>& available)
     method.name = "dense_offload";
     method.label = "fetch everything";
   } else if (fetch.mode == FetchMode::never) {
-    method.name = topk ? "topk" : "poisson";
-    method.label = topk ? "top-k, no fetch" : "Poisson, no fetch";
+    method.name = word(options.select);
+    method.label = topk ? "top-k, no fetch" : sample_label(options.select);
   } else {
     std::vector<std::string> rules;
     if (fetch.epsilon) rules.push_back(fmt::format("eps {:g}", *fetch.epsilon));
     if (fetch.risk) rules.push_back(fmt::format("risk {}", price_label(*fetch.risk)));
     if (probability) rules.push_back(fmt::format("p > {}", price_label(*probability)));
     method.label = fmt::format("{}{}", topk ? "top-k, " : "", fmt::join(rules, ", "));
-    method.name = topk            ? "topk_fetch"
-                  : fetch.risk    ? "risk"
-                  : fetch.epsilon ? "certificate"
-                                  : "poisson_fetch";
+    method.name = topk         ? "topk_fetch"
+                  : fetch.risk ? "risk"
+                  : fetch.epsilon
+                      ? "certificate"
+                      : (options.select == Selection::spread ? "spread_fetch" : "poisson_fetch");
     if (fetch.epsilon) {
       method.promise = Promise::epsilon;
     } else if (!topk) {
@@ -147,7 +156,7 @@ std::vector<Method> promise_methods(const Options& options, const std::string& i
     for (const double keep : kRates) {
       for (const double epsilon : kPromiseEpsilons) {
         for (const double delta : kPromiseDeltas) {
-          Method method = compared(options, keep, importance, Selection::poisson, epsilon, {}, {});
+          Method method = compared(options, keep, importance, kSampled, epsilon, {}, {});
           method.config.sketch = examples::parse_sketch(sketch);
           method.config.fetch.delta = delta;
           method.label = fmt::format("{}, eps {:g}, delta {:g}", sketch_label(method.config.sketch),
@@ -159,7 +168,7 @@ std::vector<Method> promise_methods(const Options& options, const std::string& i
   }
   for (const double keep : kRates) {
     for (const double epsilon : kPromiseEpsilons) {
-      Method method = compared(options, keep, importance, Selection::poisson, {}, {}, {});
+      Method method = compared(options, keep, importance, kSampled, {}, {}, {});
       method.tolerance = epsilon;
       methods.push_back(std::move(method));
     }
@@ -236,12 +245,13 @@ std::vector<Method> select_methods(const Options& options, const RecordedCache& 
   for (const double keep : kRates) {
     methods.push_back(compared(options, keep, largest, Selection::topk, {}, {}, {}));
     methods.push_back(compared(options, keep, largest, Selection::topk, {}, {}, 1e-3));
-    methods.push_back(compared(options, keep, sampled, Selection::poisson, {}, {}, {}));
+    for (const Selection select : {Selection::poisson, Selection::spread})
+      methods.push_back(compared(options, keep, sampled, select, {}, {}, {}));
     for (const double epsilon : {0.05, 0.1, 0.3}) {
-      methods.push_back(compared(options, keep, sampled, Selection::poisson, epsilon, {}, {}));
+      methods.push_back(compared(options, keep, sampled, kSampled, epsilon, {}, {}));
     }
     for (const double risk : {1e-3, 1e-4, 1e-5}) {
-      methods.push_back(compared(options, keep, sampled, Selection::poisson, {}, risk, {}));
+      methods.push_back(compared(options, keep, sampled, kSampled, {}, risk, {}));
     }
   }
   return methods;

@@ -153,9 +153,9 @@ class CommandLine {
                            "see Words");
     probability_ = reader_.number("--probability", options_.probability, open_unit,
                                   "Probability rule", "see Words");
-    select_ = reader_.word<Selection>("--select", options_.select,
-                                      worded({Selection::poisson, Selection::topk}),
-                                      "Who stays resident");
+    select_ = reader_.word<Selection>(
+        "--select", options_.select,
+        worded({Selection::poisson, Selection::spread, Selection::topk}), "Who stays resident");
     fetch_ =
         reader_.word<FetchMode>("--fetch", options_.fetch,
                                 worded({FetchMode::verified, FetchMode::never, FetchMode::always}),
@@ -230,7 +230,7 @@ class CommandLine {
   void take_rules() {
     if (options_.fetch != FetchMode::verified) return;
     const bool named = epsilon_->count() + risk_->count() + probability_->count() > 0;
-    if (!named && options_.select == Selection::poisson) {
+    if (!named && options_.select != Selection::topk) {
       options_.epsilon = FetchConfig{}.epsilon;
       options_.risk = FetchConfig{}.risk;
     } else if (!named) {

@@ -48,7 +48,7 @@ struct Options {
   std::optional<double> cap = StudyConfig{}.cap;
   std::string sketch = "2";           // exact, 2, 3, 4
   std::vector<std::string> sketches;  // with promise: those of the grid
-  Selection select = Selection::poisson;
+  Selection select = StudyConfig{}.select;
   FetchMode fetch = FetchMode::verified;
   FetchOrder order = FetchOrder::worth;
   std::string importance;  // empty: kvzip_mean for sampling, kvzip for top-k
@@ -85,7 +85,7 @@ enum class Promise {
 
 // One way to run a cache: a row of the table for each layer.
 struct Method {
-  // As in the JSON: dense, dense_offload, topk, topk_fetch, poisson, certificate, risk.
+  // As in the JSON: dense, dense_offload, topk, topk_fetch, poisson, spread, certificate, risk.
   std::string name;
   std::string label;       // for people
   std::string importance;  // name in the recording

@@ -13,6 +13,8 @@ const char* word(Selection select) {
       return "poisson";
     case Selection::topk:
       return "topk";
+    case Selection::spread:
+      return "spread";
   }
   return "?";
 }

@@ -64,11 +64,13 @@ struct AttendBatch {
 
 // Bytes in use, by tier and purpose.
 struct MemoryReport {
-  std::int64_t resident_bytes = 0;   // keys and values on the fast tier, local window included
-  std::int64_t sketch_bytes = 0;     // codes, scales, channel means, the queries' side of a basis
-  std::int64_t metadata_bytes = 0;   // odds, positions, scores of the local window
-  std::int64_t host_bytes = 0;       // keys and values on the host tier
-  std::int64_t basis_bytes = 0;      // main memory: a calibrated sketch's basis, for tokens to come
+  std::int64_t resident_bytes = 0;  // keys and values on the fast tier, local window included
+  std::int64_t sketch_bytes = 0;    // codes, scales, channel means, the queries' side of a basis
+  std::int64_t metadata_bytes = 0;  // odds, positions, scores of the local window
+  std::int64_t host_bytes = 0;      // keys and values on the host tier
+  // Main memory, for tokens to come and for redraws: a calibrated sketch's basis, a spread sample's
+  // order.
+  std::int64_t basis_bytes = 0;
   std::int64_t workspace_bytes = 0;  // buffers of a step; shared by all sequences
   std::int64_t reserved_bytes = 0;   // allocated beyond all of the above, for growth
   // Main memory: blocks of the host tier, with their room for growth, that the device reads though

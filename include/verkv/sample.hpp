@@ -1,4 +1,5 @@
-// The draw of PoissonComp and the top-k selection of the baselines.
+// The draw of PoissonComp, its spread over an order of the tokens, and the top-k selection of the
+// baselines.
 #ifndef VERKV_SAMPLE_HPP
 #define VERKV_SAMPLE_HPP
 
@@ -40,6 +41,47 @@ VERKV_HD inline bool drawn(const DrawId& id, std::uint64_t position, double r) {
   if (!(r > 0)) return false;
   // r * 2^64 is exact; the conversion drops what is below 2^-64.
   return draw_bits(id, position) < static_cast<std::uint64_t>(r * 18446744073709551616.0);
+}
+
+// Uniform in [0, 1), of the same bits: their first 53, so exact.
+VERKV_HD constexpr double draw_uniform(const DrawId& id, std::uint64_t position) {
+  return static_cast<double>(draw_bits(id, position) >> 11) * 0x1p-53;
+}
+
+// Ordered pivotal sampling (Deville and Tille 1998): neighbours in the order compete, so that the
+// sample spreads over it. Token k of the order has position[k], below 2^32 and its own, and
+// inclusion probability r[k]; out_kept[k]: 1 if it is drawn, else 0. All of one size. r >= 1 is
+// always drawn, r <= 0 or NaN never; those are not part of the walk. Each other token is drawn with
+// probability r[k], and their number is their sum of r rounded up or down. O(n), no allocation;
+// sums, quotients and comparisons in binary64 only, so every machine decides alike.
+inline void pivotal_draw(const DrawId& id, std::span<const std::uint32_t> position,
+                         std::span<const double> r, std::span<std::uint8_t> out_kept) {
+  constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+  std::size_t first = kNone;  // its number decides over the last one in hand
+  std::size_t hand = kNone;
+  double a = 0;  // what remains of the probability of the one in hand
+  for (std::size_t k = 0; k < position.size(); ++k) {
+    const double b = r[k];
+    out_kept[k] = b >= 1 ? 1 : 0;
+    if (b >= 1 || !(b > 0)) continue;
+    if (hand == kNone) {
+      first = hand = k;
+      a = b;
+      continue;
+    }
+    const double u = draw_uniform(id, position[k]);
+    const double both = a + b;
+    if (both < 1) {
+      if (u * both < b) hand = k;
+      a = both;
+    } else {
+      const bool hand_is_in = u * (2 - both) < 1 - b;
+      out_kept[hand_is_in ? hand : k] = 1;
+      if (hand_is_in) hand = k;
+      a = both - 1;
+    }
+  }
+  if (hand != kNone && draw_uniform(id, position[first]) < a) out_kept[hand] = 1;
 }
 
 // Writes 1 into out_kept[i] for the k largest scores, 0 elsewhere; ties go to the lower index.

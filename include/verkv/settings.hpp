@@ -37,7 +37,8 @@ enum class Pool : std::uint8_t {
 // Which tokens stay on the fast tier.
 enum class Selection : std::uint8_t {
   poisson,  // PoissonComp: independent draws with inclusion probability r (Eq. 3)
-  topk      // the most important ones, for the baselines
+  topk,     // the most important ones, for the baselines
+  spread    // draws with the same r, where similar tokens compete (docs/math/sample.md)
 };
 
 // How the tokens to fetch are ordered.

@@ -131,8 +131,12 @@ class CpuBackend final : public Backend {
     std::vector<HeadStore::Residents> drawn;
     for (std::size_t layer = 0; layer < sequence.layers.size(); ++layer) {
       for (std::size_t h = 0; h < sequence.layers[layer].size(); ++h) {
-        drawn.push_back(
-            sequence.layers[layer][h].redraw(shapes_[layer], compressor_.draw_id(draw, layer, h)));
+        const HeadStore& store = sequence.layers[layer][h];
+        const std::span<const Positive16> odds(store.odds(),
+                                               static_cast<std::size_t>(store.compressed()));
+        drawn.push_back(store.redraw(
+            shapes_[layer],
+            draw_positions(compressor_.draw_id(draw, layer, h), odds, 0, store.order())));
       }
     }
     std::size_t next = 0;
@@ -270,9 +274,14 @@ class CpuBackend final : public Backend {
     const auto store_of = [&](const HeadCompression& head) -> HeadStore& {
       return sequence.layers[head.layer][head.head];
     };
-    compressor_.make_bases(
+    compressor_.complete(
         heads,
-        [&](const HeadCompression& head) { return store_of(head).host_keys(shapes_[head.layer]); },
+        [&](const HeadCompression& head) {
+          const HeadStore& store = store_of(head);
+          const LayerShape& shape = shapes_[head.layer];
+          return HeadRows{store.host_keys(shape), store.host_values(shape),
+                          &store.order().directions};
+        },
         prompt_queries,
         [this](std::int64_t count, const Compressor::Task& task) {
           pool_.run(count, [&task](int, std::int64_t i) { task(i); });
@@ -284,6 +293,7 @@ class CpuBackend final : public Backend {
       store.reserve_compress(shape,
                              compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shape),
                              head.end());
+      store.reserve(head.order);
       largest_dim = std::max(largest_dim, shape.config.key_dim);
     }
     const std::size_t scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
@@ -291,10 +301,11 @@ class CpuBackend final : public Backend {
     // Nothing fails from here on.
     for (HeadCompression& head : heads) {
       if (compressor_.needs_basis(head)) store_of(head).take(std::move(head.basis));
+      store_of(head).take(std::move(head.order));
     }
     pool_.run(static_cast<std::int64_t>(heads.size()), [&](int worker, std::int64_t index) {
       const HeadCompression& head = heads[static_cast<std::size_t>(index)];
-      store_of(head).compress(shapes_[head.layer], kernels_, head.odds, head.draw,
+      store_of(head).compress(shapes_[head.layer], kernels_, head.odds, head.drawn,
                               std::span(scratch).subspan(
                                   static_cast<std::size_t>(worker) * scratch_size, scratch_size));
     });

@@ -150,7 +150,7 @@ void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int
 }
 
 void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
-                         std::span<const Positive16> odds, const DrawId& draw,
+                         std::span<const Positive16> odds, std::span<const std::uint32_t> drawn,
                          std::span<float> scratch) noexcept {
   const std::int64_t begin = compressed_;
   const std::int64_t end = begin + static_cast<std::int64_t>(odds.size());
@@ -169,7 +169,7 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
     for (std::int64_t i = begin; i < end; ++i) encode(shape, kernels, i, scratch);
   }
 
-  keep_drawn(shape, draw, end);
+  keep_drawn(shape, drawn, end);
   // A fast tier that holds on to the memory of the prefill has saved nothing.
   shrink(resident_key_);
   shrink(resident_value_);
@@ -184,16 +184,18 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
 
 // The window's rows follow the drawn ones; those of positions below `end` that are drawn stay, in
 // order, the others go.
-void HeadStore::keep_drawn(const LayerShape& shape, const DrawId& draw, std::int64_t end) noexcept {
+void HeadStore::keep_drawn(const LayerShape& shape, std::span<const std::uint32_t> drawn,
+                           std::int64_t end) noexcept {
   const std::size_t element = size_bytes(shape.storage);
   const std::size_t key_bytes = bytes(shape.config.key_dim) * element;
   const std::size_t value_bytes = bytes(shape.config.value_dim) * element;
   std::size_t to = static_cast<std::size_t>(drawn_residents_);
+  auto next = drawn.begin();
   for (std::size_t from = to; from < resident_position_.size(); ++from) {
     const std::uint32_t position = resident_position_[from];
     if (position < end) {
-      const double r = probability_from_odds(static_cast<double>(to_float(odds_[position])));
-      if (!drawn(draw, position, r)) continue;
+      if (next == drawn.end() || *next != position) continue;
+      ++next;
     }
     if (to != from) {
       std::memcpy(resident_key_.data() + to * key_bytes, resident_key_.data() + from * key_bytes,
@@ -210,15 +212,11 @@ void HeadStore::keep_drawn(const LayerShape& shape, const DrawId& draw, std::int
   resident_position_.resize(to);
 }
 
-HeadStore::Residents HeadStore::redraw(const LayerShape& shape, const DrawId& draw) const {
+HeadStore::Residents HeadStore::redraw(const LayerShape& shape,
+                                       std::span<const std::uint32_t> drawn) const {
   Residents result;
-  for (std::int64_t i = 0; i < compressed_; ++i) {
-    const double r =
-        probability_from_odds(static_cast<double>(to_float(odds_[static_cast<std::size_t>(i)])));
-    if (drawn(draw, static_cast<std::uint64_t>(i), r))
-      result.position.push_back(static_cast<std::uint32_t>(i));
-  }
-  result.drawn = static_cast<std::int64_t>(result.position.size());
+  result.position.assign(drawn.begin(), drawn.end());
+  result.drawn = static_cast<std::int64_t>(drawn.size());
   for (std::int64_t i = compressed_; i < tokens_; ++i)
     result.position.push_back(static_cast<std::uint32_t>(i));
 
@@ -265,7 +263,7 @@ void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const 
   report.host_bytes += tokens_ * shape.row_bytes();
   report.resident_bytes += used(resident_key_) + used(resident_value_);
   report.sketch_bytes += used(codes_) + used(scales_) + used(channel_means_) + used(basis_.query);
-  report.basis_bytes += used(basis_.encode);
+  report.basis_bytes += used(basis_.encode) + order_.bytes();
   report.metadata_bytes +=
       used(resident_position_) + used(odds_) + used(window_square_) + used(window_steps_);
   spare(host_);
@@ -277,6 +275,8 @@ void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const 
   spare(odds_);
   spare(window_square_);
   spare(window_steps_);
+  spare(order_.position);
+  spare(order_.walk_end);
 }
 
 }  // namespace verkv::cpu

@@ -9,12 +9,13 @@
 #include <vector>
 
 #include <verkv/reports.hpp>
-#include <verkv/sample.hpp>
 #include <verkv/settings.hpp>
 #include <verkv/sketch.hpp>
 
 #include "cpu/kernels.hpp"
+#include "rows.hpp"
 #include "sketch_basis.hpp"
+#include "spread_order.hpp"
 
 namespace verkv::cpu {
 
@@ -93,22 +94,29 @@ class HeadStore {
   // Before the first compression, unless the sketch is exact.
   void take(SketchBasis&& basis) noexcept { basis_ = std::move(basis); }
 
+  // The walks of a spread sample; empty otherwise.
+  const HeadOrder& order() const { return order_; }
+  // Walks of the tokens that are compressed next; after reserve_walks of them it cannot fail.
+  void reserve(const HeadOrder& more) { reserve_walks(order_, more); }
+  void take(HeadOrder&& more) noexcept { take_walks(order_, std::move(more)); }
+
   // Room to compress up to position `end` with codes of this form; afterwards compress of them
   // cannot fail.
   void reserve_compress(const LayerShape& shape, const SketchShape& codes, std::int64_t end);
-  // Compresses positions [compressed, compressed + odds.size()) with these odds, drawn by `draw`.
-  // The first time after take of a basis. scratch: twice key_dim rounded up to 16, in floats.
+  // Compresses positions [compressed, compressed + odds.size()) with these odds; of them those in
+  // `drawn`, ascending, stay resident. The first time after take of a basis. scratch: twice key_dim
+  // rounded up to 16, in floats.
   void compress(const LayerShape& shape, const Kernels& kernels, std::span<const Positive16> odds,
-                const DrawId& draw, std::span<float> scratch) noexcept;
-  // The residents under another draw of the compressed part; take puts them in place of those that
-  // are there.
+                std::span<const std::uint32_t> drawn, std::span<float> scratch) noexcept;
+  // The residents where `drawn`, ascending, are those of the compressed part; take puts them in
+  // place of those that are there.
   struct Residents {
     AlignedVector<std::byte> key;
     AlignedVector<std::byte> value;
     std::vector<std::uint32_t> position;
     std::int64_t drawn = 0;
   };
-  Residents redraw(const LayerShape& shape, const DrawId& draw) const;
+  Residents redraw(const LayerShape& shape, std::span<const std::uint32_t> drawn) const;
   void take(Residents&& residents) noexcept;
 
   // Scores of the local window: adds the squares of the attention probabilities that a step gave to
@@ -123,7 +131,8 @@ class HeadStore {
  private:
   void encode(const LayerShape& shape, const Kernels& kernels, std::int64_t position,
               std::span<float> scratch) noexcept;
-  void keep_drawn(const LayerShape& shape, const DrawId& draw, std::int64_t end) noexcept;
+  void keep_drawn(const LayerShape& shape, std::span<const std::uint32_t> drawn,
+                  std::int64_t end) noexcept;
 
   std::int64_t tokens_ = 0;
   std::int64_t compressed_ = 0;
@@ -137,6 +146,7 @@ class HeadStore {
   std::vector<Positive16> odds_;
   std::vector<float> channel_means_;
   SketchBasis basis_;
+  HeadOrder order_;
   std::vector<float> window_square_;
   std::vector<std::uint32_t> window_steps_;
 };

@@ -397,6 +397,14 @@ std::vector<CacheConfig> configurations() {
   c.fetch.mode = FetchMode::never;
   c.layers[0].cached = false;
   configs.push_back(c);
+  for (const Selection sample : {Selection::poisson, Selection::spread}) {
+    c = small_config();
+    c.study.select = sample;
+    configs.push_back(c);
+    c.sketch.kind = SketchKind::exact;
+    c.storage = DType::bf16;
+    configs.push_back(c);
+  }
   c = small_config();
   c.sketch.kind = SketchKind::exact;
   c.fetch.limit_tokens = 5;

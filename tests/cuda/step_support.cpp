@@ -65,8 +65,9 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
       }
       store.reserve_compress(shape_, store.sketch(shape_), length.compressed);
       std::vector<float> scratch(2 * index(setup.key_dim) + 32);
-      store.compress(shape_, cpu::scalar_kernels(), odds,
-                     DrawId{3, slot, 0, static_cast<std::uint32_t>(h)}, scratch);
+      const DrawId name{3, slot, 0, static_cast<std::uint32_t>(h)};
+      store.compress(shape_, cpu::scalar_kernels(), odds, draw_positions(name, odds, 0, {}),
+                     scratch);
     }
   }
 }

@@ -92,12 +92,32 @@ inline std::vector<Vector> pool_odds(const CacheConfig& config,
   return result;
 }
 
-// The draw for positions from `begin`.
-inline std::vector<bool> draw(const Vector& odds, const DrawId& key, std::size_t begin) {
+// The draw for positions from `begin`. walks: positions in the order in which they compete, each
+// walk by itself; those in none are drawn independently.
+inline std::vector<bool> draw(const Vector& odds, const DrawId& key, std::size_t begin,
+                              const std::vector<std::vector<std::uint32_t>>& walks = {}) {
+  const auto inclusion_of = [](double rho) { return rho == kInfinite ? 1.0 : rho / (1 + rho); };
   std::vector<bool> result;
-  for (std::size_t i = 0; i < odds.size(); ++i) {
-    const double r = odds[i] == kInfinite ? 1.0 : odds[i] / (1 + odds[i]);
-    result.push_back(drawn(key, begin + i, r));
+  for (std::size_t i = 0; i < odds.size(); ++i)
+    result.push_back(drawn(key, begin + i, inclusion_of(odds[i])));
+  for (const std::vector<std::uint32_t>& walk : walks) {
+    Vector left;  // of each token's probability
+    for (const std::uint32_t position : walk) left.push_back(inclusion_of(odds[position - begin]));
+    std::size_t hand = 0;
+    for (std::size_t k = 1; k < walk.size(); ++k) {
+      const double u = draw_uniform(key, walk[k]);
+      const double sum = left[hand] + left[k];
+      // Who goes out of the duel, and with what.
+      const bool over = sum >= 1;
+      const bool hand_goes = over ? u < (1 - left[k]) / (2 - sum) : u < left[k] / sum;
+      const std::size_t gone = hand_goes ? hand : k;
+      const std::size_t stays = hand_goes ? k : hand;
+      left[gone] = over ? 1 : 0;
+      left[stays] = over ? sum - 1 : sum;
+      hand = stays;
+    }
+    left[hand] = draw_uniform(key, walk[0]) < left[hand] ? 1 : 0;
+    for (std::size_t k = 0; k < walk.size(); ++k) result[walk[k] - begin] = left[k] == 1;
   }
   return result;
 }

@@ -50,7 +50,10 @@ Drawn random_setting(Random& random) {
   drawn.tokens = random.below(24) == 0 ? 2049 : one_of(random, lengths);
   c.storage = one_of(random, std::vector<DType>{DType::f32, DType::f16, DType::bf16});
   c.pool = one_of(random, std::vector<Pool>{Pool::head, Pool::layer, Pool::sequence});
-  c.study.select = random.below(4) == 0 ? Selection::topk : Selection::poisson;
+  const std::size_t select = random.below(4);
+  c.study.select = select == 0   ? Selection::topk
+                   : select == 1 ? Selection::poisson
+                                 : Selection::spread;
   c.study.inclusion_floor = random.below(4) == 0 ? c.keep / 4 : 0;
   c.seed = random.bits();
   c.threads = 1;

@@ -2,6 +2,7 @@
 #ifndef VERKV_TESTS_SUPPORT_MIRROR_HPP
 #define VERKV_TESTS_SUPPORT_MIRROR_HPP
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -11,6 +12,7 @@
 #include <verkv/sketch.hpp>
 
 #include "catch.hpp"
+#include "compression.hpp"
 #include "reference/step.hpp"
 #include "support/blocks.hpp"
 
@@ -25,6 +27,9 @@ struct MirrorHead {
   std::vector<bool> resident;
   std::size_t mean_tokens = 0;
   verkv::SketchBasis basis;
+  // Of a spread sample.
+  verkv::OrderDirections directions;
+  std::vector<std::vector<std::uint32_t>> walks;
   Vector window_square;  // of the tokens that are not compressed
   Vector window_steps;
 };
@@ -73,9 +78,10 @@ class Mirror {
       }
       for (std::size_t h = 0; h < heads.size(); ++h) {
         // A first compression during decode knows no queries, and its scores do not count.
+        const Vector none(odds[h].size(), 0.0);
         if (config_.sketch.kind == SketchKind::calibrated && heads[h].odds.empty())
-          calibrate(layer, h, odds[h], Vector(odds[h].size(), 0.0), {});
-        take(layer, h, odds[h]);
+          calibrate(layer, h, odds[h], none, {});
+        take(layer, h, odds[h], none);
       }
     }
   }
@@ -90,7 +96,7 @@ class Mirror {
         const auto [layer, h] = owner[i];
         if (config_.sketch.kind == SketchKind::calibrated && pool[i].begin == 0)
           calibrate(layer, h, odds[i], pool[i].tau, prompt_queries);
-        take(layer, h, odds[i]);
+        take(layer, h, odds[i], pool[i].tau);
       }
       pool.clear();
       owner.clear();
@@ -122,7 +128,8 @@ class Mirror {
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
       for (std::size_t h = 0; h < layers_[layer].size(); ++h) {
         MirrorHead& head = layers_[layer][h];
-        head.resident = reference::draw(head.odds, key(static_cast<std::int64_t>(layer), h), 0);
+        head.resident =
+            reference::draw(head.odds, key(static_cast<std::int64_t>(layer), h), 0, head.walks);
       }
     }
   }
@@ -186,6 +193,13 @@ class Mirror {
         // 4 bytes a resident's position, 2 bytes of odds a compressed token (in whole groups of the
         // sketch), a sum and a count for each token of the window.
         report.metadata_bytes += 4 * residents + 2 * whole_groups + 8 * window;
+        // 4 bytes a token that is drawn at all and 4 a walk; directions in binary32.
+        if (compressed > 0 && config_.study.select == Selection::spread) {
+          for (const auto& walk : head.walks)
+            report.basis_bytes += 4 * (static_cast<std::int64_t>(walk.size()) + 1);
+          report.basis_bytes += 4 * (std::min<std::int64_t>(8, layer.key_dim) * layer.key_dim +
+                                     std::min<std::int64_t>(4, layer.value_dim) * layer.value_dim);
+        }
         if (compressed == 0 || config_.sketch.kind == SketchKind::exact) continue;
         // 2 bits of every stored coordinate, 2 more of the fine ones, in whole bytes; a scale; the
         // means in binary32; the query's matrix in binary16, the keys' in binary32 on the host.
@@ -232,12 +246,55 @@ class Mirror {
         reference::channel_means(head.key, odds.size(), size(c.key_dim));
     head.basis = verkv::calibrate_sketch(config_.sketch.bits,
                                          reference::BasisTokens(head.key, mean, odds, tau), queries,
-                                         config_.seed);
+                                         config_.seed, verkv::kOrderKeys, &head.directions.key);
   }
 
-  void take(std::int64_t layer, std::size_t h, const Vector& odds) {
+  // Rows of binary32, one after the other.
+  static std::vector<float> flat(const std::vector<std::vector<float>>& rows) {
+    std::vector<float> all;
+    for (const std::vector<float>& row : rows) all.insert(all.end(), row.begin(), row.end());
+    return all;
+  }
+  static verkv::Rows rows_of(const std::vector<float>& all, std::int64_t dim) {
+    return {all.data(), DType::f32, dim, static_cast<int>(dim)};
+  }
+
+  // The order is the library's, from the rows and scores as the mirror knows them.
+  std::vector<std::vector<std::uint32_t>> new_walks(std::int64_t layer, MirrorHead& head,
+                                                    const Vector& odds, const Vector& tau) const {
+    if (config_.study.select != Selection::spread) return {};
+    const LayerConfig& c = config_.layers[size(layer)];
+    const std::vector<float> keys = flat(head.key);
+    const std::vector<float> values = flat(head.value);
+    const std::vector<float> importance(tau.begin(), tau.end());
+    std::vector<verkv::Positive16> stored_odds;
+    for (const double rho : odds)
+      stored_odds.push_back(verkv::to_positive16(static_cast<float>(rho)));
+    if (head.odds.empty()) {
+      if (config_.sketch.kind == SketchKind::exact) {
+        head.directions.key = verkv::order_directions(rows_of(keys, c.key_dim), stored_odds,
+                                                      importance.data(), verkv::kOrderKeys, 1);
+      }
+      head.directions.value =
+          verkv::order_directions(rows_of(values, c.value_dim), stored_odds, importance.data(),
+                                  verkv::kOrderValues, verkv::kOrderValueWeight);
+    }
+    std::vector<std::uint32_t> walk;
+    for (std::size_t i = 0; i < odds.size(); ++i) {
+      const double r = odds[i] == reference::kInfinite ? 1.0 : odds[i] / (1 + odds[i]);
+      if (r > 0 && r < 1) walk.push_back(static_cast<std::uint32_t>(head.odds.size() + i));
+    }
+    if (walk.empty()) return {};
+    verkv::spread_order(head.directions, rows_of(keys, c.key_dim), rows_of(values, c.value_dim),
+                        walk);
+    return {walk};
+  }
+
+  void take(std::int64_t layer, std::size_t h, const Vector& odds, const Vector& tau) {
     MirrorHead& head = layers_[size(layer)][h];
-    const std::vector<bool> drawn = reference::draw(odds, key(layer, h), head.odds.size());
+    const auto walks = new_walks(layer, head, odds, tau);
+    const std::vector<bool> drawn = reference::draw(odds, key(layer, h), head.odds.size(), walks);
+    head.walks.insert(head.walks.end(), walks.begin(), walks.end());
     if (head.odds.empty()) head.mean_tokens = odds.size();
     head.odds.insert(head.odds.end(), odds.begin(), odds.end());
     head.resident.insert(head.resident.end(), drawn.begin(), drawn.end());
