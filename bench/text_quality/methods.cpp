@@ -80,7 +80,9 @@ class Selector {
     config.keep = keep;
     config.sketch = sketch;
     config.fetch.mode = FetchMode::never;
+    config.study.select = Selection::poisson;
     add("poisson", config, score);
+    config.study.select = base_.study.select;
     config.fetch.mode = FetchMode::verified;
     for (const double epsilon : grid_.epsilons) {
       config.fetch.epsilon = epsilon;

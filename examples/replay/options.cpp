@@ -28,8 +28,9 @@ constexpr const char* kWords = R"(Words
 
   keep         Share of the tokens that stays resident, 0.0625 = "16x". Sinks and local window are paid from it.
                Smaller saves memory and costs transfers.
-  select       poisson (PoissonComp): each token stays with a probability that follows its importance, so that
-               attention over the rest can be estimated, with a known error. topk: the most important stay.
+  select       spread, poisson (PoissonComp): each token stays with a probability that follows its importance, so
+               that attention over the rest can be estimated, with a known error. poisson: independently of each
+               other; spread: similar tokens compete. topk: the most important stay.
   importance   How much a token matters, from the recording. kvzip: the largest attention probability it received
                while the model repeated its own context (KVzip). kvzip_mean, kvzip_rms: the mean and the root mean
                square of the same. A maximum suits top-k, sampling wants a mean. Others: what the file has.
@@ -39,7 +40,7 @@ constexpr const char* kWords = R"(Words
   risk         A price per token: fetch each token that alone would put more than sqrt(risk) on the relative error
                of D; 1e-4: more than 1 %. Spends transfers where they help most; the certificate is reported.
   probability  Baseline for top-k: fetch each token whose sketched attention probability is above this.
-               A rule that is named switches the others off. None named: epsilon 0.3 with risk 1e-4 for poisson,
+               A rule that is named switches the others off. None named: epsilon 0.3 with risk 1e-4 for samples,
                probability 1e-3 for topk.
   fetch        verified: what the rules ask for. never: residents only. always: everything not resident.
   sketch       Bits per key coordinate on the fast tier, 2, 3 or 4 on average, in a basis made from keys, importance

@@ -38,7 +38,7 @@ enum class Pool : std::uint8_t {
 enum class Selection : std::uint8_t {
   poisson,  // PoissonComp: independent draws with inclusion probability r (Eq. 3)
   topk,     // the most important ones, for the baselines
-  spread    // draws with the same r, where similar tokens compete (docs/math/sample.md)
+  spread    // PoissonComp with the same r, but similar tokens compete (docs/math/sample.md)
 };
 
 // How the tokens to fetch are ordered.
@@ -95,7 +95,7 @@ struct SketchConfig {
 
 // What studies vary and no engine needs.
 struct StudyConfig {
-  Selection select = Selection::poisson;
+  Selection select = Selection::spread;
   // Smallest inclusion probability of any token, in [0, keep]; 0: Eq. 3 itself.
   double inclusion_floor = 0;
   FetchOrder order = FetchOrder::worth;

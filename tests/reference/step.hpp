@@ -287,7 +287,8 @@ inline Vector sketched_logits(const HeadCase& head, const SketchedKeys& keys,
   const std::size_t stored = static_cast<std::size_t>(shape.dim);
   for (std::size_t i = 0; i < n; ++i) {
     double dot = 0;
-    for (std::size_t j = 0; j < stored; ++j) dot += step * code[j] * keys.coordinate[i * stored + j];
+    for (std::size_t j = 0; j < stored; ++j)
+      dot += step * code[j] * keys.coordinate[i * stored + j];
     result.push_back(capped_logit(dot + mean_share, head.layer.soft_cap));
   }
   return result;
