@@ -79,9 +79,9 @@ class VERKV_API Compressor {
 
   // A prompt: all positions that are not compressed, but the last local_tokens, of all layers that
   // compress and where a first compression finds least_tokens. lengths and importance: one element
-  // per layer; importance [KV head][token] of the positions that are not compressed, host memory that must outlive the result. Empty where keep
-  // covers every token. Throws InvalidArgument, naming layer, head and token, on a score that is
-  // not finite or negative.
+  // per layer; importance [KV head][token] of the positions that are not compressed, host memory
+  // that must outlive the result. Empty where keep covers every token. Throws InvalidArgument,
+  // naming layer, head and token, on a score that is not finite or negative.
   std::vector<HeadCompression> prompt(std::uint64_t sequence, std::span<const LayerLengths> lengths,
                                       std::span<const ImportanceView> importance) const;
 

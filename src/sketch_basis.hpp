@@ -41,8 +41,8 @@ struct CalibrationTokens {
 };
 
 // Makes the basis.
-//   C = (1 - a) E[q q^T] + a model over the queries, a >= 1/2; the model is diagonal in the principal
-//   directions of the keys
+//   C = (1 - a) E[q q^T] + a model over the queries, a >= 1/2; the model is diagonal in the
+//   principal directions of the keys
 //   covariance of C^(1/2) k, half over all tokens alike, half by weight; its eigenvectors,
 //   strongest first; as many coordinates at 4 bits as make the expected square error of a logit
 //   least at `bits` a coordinate in all; units in which keys and queries are equally large; a

@@ -48,7 +48,8 @@ VERKV_API void take_walks(HeadOrder& order, HeadOrder&& more) noexcept;
 
 // Reorders `position`, ascending rows of keys and values, so that similar tokens are neighbours: a
 // k-d tree over their coordinates, split at the median of the coordinate that varies most; ties go
-// to the lower position. Sums in a fixed order: every machine finds the same. O(n log n); allocates.
+// to the lower position. Sums in a fixed order: every machine finds the same. O(n log n).
+// Allocates.
 VERKV_API void spread_order(const OrderDirections& directions, const Rows& keys, const Rows& values,
                             std::span<std::uint32_t> position);
 

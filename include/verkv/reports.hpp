@@ -22,9 +22,9 @@ inline constexpr SequenceId kNoSequence{};
 
 // What a step did for one query head.
 struct QueryHeadReport {
-  // The bound of Eq. 7 on |D_hat - D| / D over what was not fetched, from sketched weights, enlarged
-  // where the sketch was measured to be far off (sketch_error.hpp). 0 where the answer is exact,
-  // infinite where the bound cannot be computed (a NaN logit) or the sketch not be measured.
+  // The bound of Eq. 7 on |D_hat - D| / D over what was not fetched, from sketched weights,
+  // enlarged where the sketch was measured to be far off (sketch_error.hpp). 0 where the answer is
+  // exact, infinite where the bound cannot be computed (a NaN logit) or the sketch not be measured.
   double epsilon = 0;
   // epsilon is finite and not above FetchConfig::epsilon (any finite one where that rule is off). A
   // value, not an error: a fetch limit may prevent it. true where the sequence has no token in the

@@ -125,8 +125,8 @@ struct CacheConfig {
   // Tokens compressed at a time during decode, at least 1; none: only when compress is called.
   std::optional<std::int64_t> chunk_tokens = 128;
   // Tokens beside sinks that the first compression of a layer must take; until it can, all stay
-  // resident and exact. 0: none. No value: the larger of chunk_tokens and 2 key_dim where the sketch
-  // has a basis.
+  // resident and exact. 0: none. No value: the larger of chunk_tokens and 2 key_dim where the
+  // sketch has a basis.
   // From fewer no basis comes that serves later tokens, and it takes more memory than it saves.
   std::optional<std::int64_t> compress_from = std::nullopt;
   Pool pool = Pool::head;

@@ -96,8 +96,8 @@ VERKV_HD constexpr bool is_useless(double sketch_error) {
          sketch_error < std::numeric_limits<double>::infinity();
 }
 
-// The certificate of what is not fetched, where anything is left, as the sketch's error leaves it. A
-// bound of 0 says that nothing of that weighs anything. It stands unless the sketch is useless.
+// The certificate of what is not fetched, where anything is left, as the sketch's error leaves it.
+// A bound of 0 says that nothing of that weighs anything. It stands unless the sketch is useless.
 VERKV_HD inline double enlarged_for_sketch(double bound, double sketch_error) {
   constexpr double infinity = std::numeric_limits<double>::infinity();
   if (!enlarges(sketch_error)) return bound;

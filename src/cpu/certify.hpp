@@ -19,8 +19,8 @@ void solve_certificate(HeadGroup& group);
 double measure_sketch(HeadGroup& group, int h);
 
 // The certificate over what is not fetched, enlarged for the sketch's error, and what the step
-// reports of it. The weights of the first `fetched` tokens of Workspace::fetched become 0. is_known: the states hold beta and
-// certificate over all tokens, and none is fetched.
+// reports of it. The weights of the first `fetched` tokens of Workspace::fetched become 0.
+// is_known: the states hold beta and certificate over all tokens, and none is fetched.
 void certify_rest(HeadGroup& group, std::int64_t fetched, bool is_known,
                   QueryHeadReport* out_reports);
 

@@ -10,8 +10,8 @@ std::int64_t padded(std::int64_t n) { return round_up(n, kLanes); }
 // Byte vectors of 64: the widest that the sketch's kernels read.
 std::int64_t code_stride_of(const SketchShape& sketch) { return round_up(sketch.padded_dim(), 64); }
 
-// An eighth more than asked for keeps single tokens from growing it each time; a vector left to itself
-// would take twice as much.
+// An eighth more than asked for keeps single tokens from growing it each time. A vector left to
+// itself would take twice as much.
 template <class Vector>
 void grow(Vector& vector, std::int64_t size) {
   const std::size_t wanted = static_cast<std::size_t>(size);

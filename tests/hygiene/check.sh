@@ -48,7 +48,7 @@ case $rule in
   machine)
     # What is written down must be true elsewhere, too.
     forbid "paths of a machine, or the host of a package registry" \
-      '(?<![\w.~])/(work|root|home|Users|mnt|tmp/w)/|\b(pypi\.org|files\.pythonhosted\.org|registry\.npmjs\.org|deb\.debian\.org|archive\.ubuntu\.com|crates\.io|proxy\.golang\.org|conda\.anaconda\.org|rubygems\.org)\b' \
+      '(?<![\w.~])/(work|root|home|Users|mnt|tmp/w)/|\b(pypi|pythonhosted|npmjs|deb\.debian|archive\.ubuntu|crates|golang|anaconda|rubygems)\.(org|com|io)\b' \
       "${code[@]}" docs README.md CHANGELOG.md CITATION.cff LICENSE .clang-format .clang-tidy .gitignore .gitattributes
     ;;
   top_level)

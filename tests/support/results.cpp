@@ -43,8 +43,7 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 bool same(const QueryHeadReport& a, const QueryHeadReport& b) {
   return std::memcmp(&a.epsilon, &b.epsilon, sizeof(double)) == 0 &&
          std::memcmp(&a.sketch_error, &b.sketch_error, sizeof(double)) == 0 &&
-         a.certified == b.certified &&
-         a.planned_tokens == b.planned_tokens;
+         a.certified == b.certified && a.planned_tokens == b.planned_tokens;
 }
 
 bool same(const KvHeadReport& a, const KvHeadReport& b) {
