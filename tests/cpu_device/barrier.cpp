@@ -116,6 +116,7 @@ void Block::order_all(Barrier& barrier) {
   ++tick_;
   for (Thread& thread : threads_) {
     ++thread.clock.barriers;
+    thread.clock.latest_seen = 0;
     thread.clock.warp_seen = {};
     thread.clock.seen.clear();
     thread.clock.acquired = acquired;

@@ -133,11 +133,20 @@ class Block {
                          const Request& request, std::string_view window, std::uint64_t offset);
   void check_race(Thread& thread, PagedBytes& bytes, std::uint64_t offset, unsigned size,
                   const Request& request, std::string_view window);
-  static void count(Traffic& traffic, unsigned bytes, const Request& request);
+  static void count(Traffic& traffic, unsigned bytes, const Request& request,
+                    std::uint64_t times = 1);
   static void touch(std::vector<bool>& sectors, std::uint64_t offset, unsigned bytes,
                     std::uint64_t& total);
   static bool reads(const Request& request) {
     return request.kind == AccessKind::read || request.updates;
+  }
+  // Whether another operation of the device is before the launch.
+  bool before(std::uint32_t operation) {
+    std::uint32_t& known = before_[operation % before_.size()];
+    if (known == operation) return true;
+    if (!history_.ordered(operation, operation_)) return false;
+    known = operation;
+    return true;
   }
   void before_strong(Thread& thread, const Instruction& in, Address address, bool writes,
                      bool reads);
@@ -158,6 +167,31 @@ class Block {
   Group next_group(std::uint32_t warp, std::uint32_t lanes) const;
   void run_lanes(std::uint32_t warp, std::uint32_t lanes);
   void run(std::uint32_t index);
+
+  // lanes.cpp Where the lanes of a warp access memory, if all may: within the parameters, the
+  // shared memory or one allocation.
+  struct Window {
+    PagedBytes* contents = nullptr;  // none: the parameters
+    Hint* hint = nullptr;            // of global memory
+    std::array<std::uint64_t, kLanes> offset;
+    bool same = false;  // for all lanes
+  };
+  bool find_window(const Instruction& in, const Operand& operand, std::uint32_t pc,
+                   const std::uint64_t* registers, std::uint32_t active, Window& window);
+  template <AccessKind kKind>
+  std::uint8_t* access(Thread& thread, const Window& window, unsigned bytes,
+                       const Request& request);
+  bool read_same(const Thread* threads, const Window& window, unsigned bytes,
+                 const Request& request, std::uint32_t active);
+  void count(const Window& window, std::uint32_t active, unsigned bytes, const Request& request);
+  template <typename Bits>
+  void load_lanes(Thread* threads, const Instruction& in, const Window& window, std::uint32_t pc,
+                  std::uint64_t* registers, std::uint32_t active);
+  template <typename Bits>
+  void store_lanes(Thread* threads, const Instruction& in, const Window& window, std::uint32_t pc,
+                   const std::uint64_t* registers, std::uint32_t active);
+  bool access_lanes(Thread* threads, std::uint32_t pc, std::uint64_t* registers,
+                    std::uint32_t active);
 
   // barrier.cpp
   void arrive(Thread& thread, const Instruction& in);
@@ -189,6 +223,8 @@ class Block {
   const MachineOptions& options_;
   const std::uint64_t blocks_;
   LaunchCounters counters_;
+
+  std::array<std::uint32_t, 256> before_{};  // operations that were found to be
 
   std::uint32_t index_ = 0;
   Dim3 id_;

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "arithmetic.hpp"
+#include "memory.hpp"
 
 namespace verkv::cpu_device {
 namespace {
@@ -31,9 +32,13 @@ class Decoder {
       case Opcode::mov:
         return move();
       case Opcode::ld:
-        return parameter(parameters);
+        return parameter(parameters) ? Step::copy : access();
+      case Opcode::st:
+        return access();
       case Opcode::setp:
         return comparison();
+      case Opcode::cvta:
+        return address();
       case Opcode::exit:
       case Opcode::barrier_sync:
       case Opcode::barrier_reduce:
@@ -107,24 +112,45 @@ class Decoder {
       return source(both[0], out_.a) && source(both[1], out_.b) ? Step::pack : Step::general;
     }
     out_.mask = mask_of(in_.type);
-    return target(to, out_.to) && source(from, out_.a) ? Step::copy : Step::general;
+    if (!target(to, out_.to)) return Step::general;
+    if (from.kind == Operand::Kind::special && !from.negated) return special();
+    return source(from, out_.a) ? Step::copy : Step::general;
   }
 
-  // A load of a parameter is a copy of a constant.
-  Step parameter(const std::vector<std::uint8_t>& parameters) {
+  Step access() const {
+    const unsigned bytes = size_of(in_.type) * in_.vector;
+    return in_.order == Order::weak && bytes <= 16 ? Step::access : Step::general;
+  }
+
+  // A load of a parameter whose address is known is a copy of a constant.
+  bool parameter(const std::vector<std::uint8_t>& parameters) {
     const Operand& from = in_.operands[1];
     const unsigned size = size_of(in_.type);
     const bool inside = from.value % size == 0 && from.value + size <= parameters.size();
     if (in_.space != Space::param || in_.vector != 1 || !inside ||
         from.kind != Operand::Kind::immediate || !target(in_.operands[0], out_.to)) {
-      return Step::general;
+      return false;
     }
     std::uint64_t value = 0;
     std::memcpy(&value, parameters.data() + from.value, size);
     if (is_signed(in_.type)) value = static_cast<std::uint64_t>(sign_extend(in_.type, value));
     out_.a = constant(value);
     out_.mask = ~std::uint64_t{0};
-    return Step::copy;
+    return true;
+  }
+
+  Step special() {
+    out_.to2 = static_cast<std::uint32_t>(in_.operands[1].value);
+    return Step::special;
+  }
+
+  // Between the addresses of a space and generic ones, as Block::convert_address does it.
+  Step address() {
+    if (!operands(1) || in_.space == Space::local || in_.space == Space::param)
+      return Step::general;
+    if (in_.space != Space::shared) return Step::copy;
+    out_.b = constant(in_.to_space ? ~kSharedBase : kSharedBase);
+    return in_.to_space ? Step::and_ : Step::or_;
   }
 
   Step comparison() {

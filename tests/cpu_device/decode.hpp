@@ -16,8 +16,10 @@ namespace verkv::cpu_device {
 enum class Step : std::uint8_t {
   unseen,  // not decoded yet
   general,
-  meet,  // threads wait for others, or exit
+  access,  // a load or store without order
+  meet,    // threads wait for others, or exit
   branch,
+  special,  // to = special register `to2`
   copy,
   pack,    // to = a | b << shift
   unpack,  // to = a, to2 = a >> shift

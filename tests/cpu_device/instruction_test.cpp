@@ -922,3 +922,46 @@ TEST_CASE("Text that is not PTX is refused with its line") {
   CHECK_THROWS_AS(parse_ptx(module_of(".entry k1() { ret; } .entry k2() { ret; }")).find("k"),
                   ParseError);
 }
+
+TEST_CASE("registers that are not needed at once share a place, and values survive",
+          "[registers]") {
+  // Sums of i * i over i < n in a loop, kept from many values that live shortly; what a guard
+  // leaves alone stays; a value from before the loop is needed after it.
+  std::ostringstream body;
+  body << "mov.u32 %r1, 0; mov.u32 %r2, 0; add.u32 %r3, %n, 1000; mov.u32 %r4, 77;\n"
+          "setp.lt.u32 %p1, %n, 3; @%p1 mov.u32 %r4, 78;\n"
+          "setp.eq.u32 %p1, %n, 0; @%p1 bra done;\n"
+          "again:\n";
+  for (int i = 10; i < 90; i += 2) {
+    body << "mul.lo.u32 %r" << i << ", %r1, %r1; sub.u32 %r" << i + 1 << ", %r" << i << ", " << i
+         << ";\n";
+    if (i == 88) body << "add.u32 %r2, %r2, %r" << i << ";\n";
+  }
+  body << "add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, %n; @%p2 bra again;\n"
+          "done:\n"
+          "add.u32 %r5, %r2, %r3; add.u32 %r5, %r5, %r4;\n";
+  Device device;
+  const auto kernel =
+      device
+          .load(
+              module_of(".entry sums(.param .u64 out) {\n"
+                        ".reg .pred %p<4>; .reg .b32 %r<99>, %n; .reg .b64 %a<4>;\n"
+                        "mov.u32 %n, %tid.x;\n" +
+                        body.str() +
+                        "ld.param.u64 %a1, [out]; mul.wide.u32 %a2, %n, 4; add.s64 %a1, %a1, %a2;\n"
+                        "st.global.u32 [%a1], %r5; ret; }\n"))
+          ->find("sums");
+  CHECK(kernel->registers < 12);
+  const Address out = allocate<std::uint32_t>(device, 40);
+  LaunchShape shape;
+  shape.block.x = 40;
+  CHECK(device.launch_with(kernel, shape, kLegacyStream, out) == Status::success);
+  const auto found = download<std::uint32_t>(device, out, 40);
+  INFO(first_fault(device));
+  REQUIRE(device.faults().empty());
+  for (std::uint32_t n = 0; n < 40; ++n) {
+    std::uint32_t expected = n + 1000 + (n < 3 ? 78 : 77);
+    for (std::uint32_t i = 0; i < n; ++i) expected += i * i;
+    CHECK(found[n] == expected);
+  }
+}

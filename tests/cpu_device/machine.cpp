@@ -165,6 +165,12 @@ void Block::check_race(Thread& thread, PagedBytes& bytes, std::uint64_t offset, 
   unsigned count = 0;
   Cell* cells = bytes.cells(offset, size, count);
   for (unsigned i = 0; i < count; ++i) {
+    const bool constant = !request.non_coherent || cells[i].write.operation != operation_;
+    if (request.strength == Strength::plain && constant &&
+        check_quickly(cells[i], thread.clock, tick_, request.pc, request.kind,
+                      [this](std::uint32_t operation) { return before(operation); })) {
+      continue;
+    }
     const Conflict found = check_access(cells[i], thread.clock, tick_, request.pc, request.kind,
                                         request.strength, blocks_, history_);
     if (found.other.operation != 0) {
@@ -234,14 +240,14 @@ void Block::touch(std::vector<bool>& sectors, std::uint64_t offset, unsigned byt
   }
 }
 
-void Block::count(Traffic& traffic, unsigned bytes, const Request& request) {
+void Block::count(Traffic& traffic, unsigned bytes, const Request& request, std::uint64_t times) {
   if (reads(request)) {
-    ++traffic.reads;
-    traffic.read_bytes += bytes;
+    traffic.reads += times;
+    traffic.read_bytes += times * bytes;
   }
   if (request.kind == AccessKind::write) {
-    ++traffic.writes;
-    traffic.written_bytes += bytes;
+    traffic.writes += times;
+    traffic.written_bytes += times * bytes;
   }
 }
 
@@ -647,11 +653,29 @@ void Block::run_lanes(std::uint32_t warp, std::uint32_t lanes) {
           group = next_group(warp, lanes);
         }
         break;
+      case Step::special:
+        for (std::uint32_t left = active; left != 0; left &= left - 1) {
+          const auto lane = static_cast<unsigned>(std::countr_zero(left));
+          registers[std::size_t{in.to} * kLanes + lane] =
+              special(threads[lane], static_cast<Special>(in.to2)) & in.mask;
+        }
+        ++group.pc;
+        break;
       case Step::general:
         for (std::uint32_t left = active; left != 0; left &= left - 1) {
           Thread& thread = threads[std::countr_zero(left)];
           thread.pc = group.pc;
           run_general(thread);
+        }
+        ++group.pc;
+        break;
+      case Step::access:
+        if (!access_lanes(threads, group.pc, registers, active)) {
+          for (std::uint32_t left = active; left != 0; left &= left - 1) {
+            Thread& thread = threads[std::countr_zero(left)];
+            thread.pc = group.pc;
+            run_general(thread);
+          }
         }
         ++group.pc;
         break;

@@ -10,6 +10,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "registers.hpp"
+
 namespace verkv::cpu_device {
 namespace {
 
@@ -521,6 +523,7 @@ class Parser {
         if (operand.dynamic) operand.value += kernel->shared_bytes;
       }
     }
+    share_registers(*kernel);
     module_.kernels[kernel->name] = std::move(kernel);
     kernel_ = nullptr;
   }

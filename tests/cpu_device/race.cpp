@@ -20,6 +20,7 @@ AcquiredPointer join(const AcquiredPointer& a, const AcquiredPointer& b) {
 }
 
 void ThreadClock::see(std::uint16_t other, std::uint32_t tick, std::size_t threads) {
+  latest_seen = std::max(latest_seen, tick);
   if (other / 32 == thread / 32) {
     warp_seen[other % 32] = std::max(warp_seen[other % 32], tick);
     return;
@@ -34,6 +35,7 @@ void ThreadClock::merge(const ThreadClock& other, std::size_t threads) {
     const std::uint32_t tick = other.warp_seen[lane];
     if (tick == 0) continue;
     if (same_warp) {
+      latest_seen = std::max(latest_seen, tick);
       warp_seen[lane] = std::max(warp_seen[lane], tick);
     } else {
       see(static_cast<std::uint16_t>(other.thread / 32 * 32 + lane), tick, threads);
@@ -114,30 +116,6 @@ bool reads_ordered(const Cell& cell, const ThreadClock& me, std::uint64_t blocks
   return true;
 }
 
-void remember_read(Cell& cell, const Access& now, Strength strength, bool earlier_ordered) {
-  const std::uint32_t lane = 1U << (now.thread % 32);
-  const std::uint32_t warp = 1U << (now.thread / 32 % 32);
-  const bool replace = earlier_ordered || cell.read.operation != now.operation;
-  if (replace) {
-    cell.many_blocks = cell.many_warps = false;
-    cell.readers = lane;
-    cell.reads_strength = strength;
-  } else {
-    cell.reads_strength = std::min(cell.reads_strength, strength);
-    if (cell.read.block != now.block) {
-      cell.many_blocks = true;
-    } else if (cell.many_warps) {
-      cell.readers |= warp;
-    } else if (cell.read.thread / 32 == now.thread / 32) {
-      cell.readers |= lane;
-    } else {
-      cell.many_warps = true;
-      cell.readers = warp | 1U << (cell.read.thread / 32 % 32);
-    }
-  }
-  cell.read = now;
-}
-
 }  // namespace
 
 Conflict check_access(Cell& cell, const ThreadClock& me, std::uint32_t tick, std::uint32_t pc,
@@ -157,7 +135,9 @@ Conflict check_access(Cell& cell, const ThreadClock& me, std::uint32_t tick, std
                           cell.read.thread == now.thread && cell.read.barriers == now.barriers &&
                           cell.read.tick == tick;
     if (!repeated) {
-      remember_read(cell, now, strength, reads_ordered(cell, me, blocks, history));
+      const bool first =
+          cell.read.operation != now.operation || reads_ordered(cell, me, blocks, history);
+      first ? set_read(cell, now, strength) : add_read(cell, now, strength);
     } else {
       cell.reads_strength = std::min(cell.reads_strength, strength);
     }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <random>
 
 #include "catch.hpp"
 #include "mutation.hpp"
@@ -494,4 +495,170 @@ TEST_CASE("Halves through the toolkit's own conversions") {
         std::vector<std::uint16_t>(32, 0x4400));  // 4
   INFO(first_fault(device));
   CHECK(device.faults().empty());
+}
+
+// ---- shortcuts of the race check
+
+namespace {
+
+// Even operations are before all later ones, odd ones before none.
+struct HalfOrdered : History {
+  bool ordered(std::uint32_t earlier, std::uint32_t later) const override {
+    return earlier == later || (earlier < later && earlier % 2 == 0);
+  }
+  std::string describe(const Access&) const override { return ""; }
+};
+
+bool equal(const Access& a, const Access& b) {
+  return a.operation == b.operation && a.block == b.block && a.barriers == b.barriers &&
+         a.tick == b.tick && a.pc == b.pc && a.thread == b.thread;
+}
+
+bool equal(const Cell& a, const Cell& b) {
+  return equal(a.write, b.write) && equal(a.read, b.read) && a.write_strength == b.write_strength &&
+         a.reads_strength == b.reads_strength && a.many_blocks == b.many_blocks &&
+         a.many_warps == b.many_warps && a.readers == b.readers;
+}
+
+// Threads of several blocks that meet at barriers, see each other's ticks, and fence, at random.
+struct Crowd {
+  static constexpr std::uint32_t kBlocks = 3, kThreads = 70;
+  explicit Crowd(std::uint64_t seed)
+      : random(seed), blocks(1 + static_cast<std::uint32_t>(seed) % kBlocks) {}
+
+  std::uint32_t below(std::uint32_t count) { return static_cast<std::uint32_t>(random() % count); }
+  void start(std::uint32_t number) {
+    tick = 1;
+    for (std::uint32_t i = 0; i < clocks.size(); ++i) {
+      clocks[i] = {};
+      clocks[i].operation = number;
+      clocks[i].block = i / kThreads;
+      clocks[i].thread = static_cast<std::uint16_t>(i % kThreads);
+    }
+  }
+  void meet() {
+    const std::uint32_t what = below(8);
+    const std::uint32_t block = below(blocks);
+    ThreadClock* const threads = &clocks[std::size_t{block} * kThreads];
+    ++tick;
+    if (what == 0) {
+      for (std::uint32_t i = 0; i < kThreads; ++i) {
+        ++threads[i].barriers;
+        threads[i].latest_seen = 0;
+        threads[i].warp_seen = {};
+        threads[i].seen.clear();
+      }
+    } else if (what == 1) {
+      ThreadClock& one = threads[below(kThreads)];
+      one.release(tick, true);
+      ThreadClock& other = clocks[below(blocks * kThreads)];
+      other.pending = one.released;
+      other.acquire(kThreads, true);
+    } else {
+      // The lanes of a warp, or two threads.
+      const std::uint32_t first = below(3) * 32;
+      const std::uint32_t last = std::min(first + 32, kThreads);
+      for (std::uint32_t i = first; i < last; ++i) {
+        for (std::uint32_t j = first; j < last && what < 4; ++j)
+          threads[i].see(static_cast<std::uint16_t>(j), tick, kThreads);
+      }
+      if (what >= 4) {
+        threads[below(kThreads)].see(static_cast<std::uint16_t>(below(kThreads)), tick, kThreads);
+      }
+    }
+  }
+
+  std::mt19937_64 random;
+  std::vector<ThreadClock> clocks = std::vector<ThreadClock>(std::size_t{kBlocks} * kThreads);
+  std::uint32_t blocks, tick = 1;  // blocks that do anything
+};
+
+}  // namespace
+
+TEST_CASE("the quick check of an access does what the full one does", "[race]") {
+  const HalfOrdered history;
+  std::array<std::uint64_t, 2> quick{}, full{};  // by kind
+  std::uint64_t conflicts = 0;
+  for (std::uint64_t seed = 0; seed < 900; ++seed) {
+    Crowd crowd(seed);
+    Cell cell;
+    const bool many_writes = seed / 3 % 2 == 0;
+    for (std::uint32_t i = 0; i < 600; ++i) {
+      if (i % 150 == 0) crowd.start(1 + i / 150 + crowd.below(2));
+      if (crowd.below(2) == 0) crowd.meet();
+      const auto kind =
+          crowd.below(many_writes ? 3 : 30) == 0 ? AccessKind::write : AccessKind::read;
+      const auto strength = crowd.below(5) == 0 ? Strength{1} : Strength::plain;
+      // Often the same few threads.
+      const ThreadClock& me =
+          crowd.clocks[crowd.below(crowd.below(2) == 0 ? 4 : crowd.blocks * Crowd::kThreads)];
+      Cell after = cell;
+      const Conflict conflict =
+          check_access(after, me, crowd.tick, i, kind, strength, crowd.blocks, history);
+      const bool raced = conflict.other.operation != 0;
+      if (strength == Strength::plain) {
+        Cell quickly = cell;
+        const bool done = check_quickly(
+            quickly, me, crowd.tick, i, kind,
+            [&](std::uint32_t operation) { return history.ordered(operation, me.operation); });
+        REQUIRE(!(done && raced));
+        REQUIRE(equal(quickly, done ? after : cell));
+        (done ? quick : full)[static_cast<std::size_t>(kind)] += !raced;
+      }
+      conflicts += raced;
+      if (!raced) cell = after;
+    }
+  }
+  // That it is not vacuous.
+  for (const std::size_t kind : {0U, 1U}) {
+    CHECK(quick[kind] > 2000);
+    CHECK(full[kind] > 100);
+  }
+  CHECK(conflicts > 1000);
+}
+
+TEST_CASE("reads of one place by a warp are remembered as if one after the other", "[race]") {
+  const HalfOrdered history;
+  std::uint64_t together = 0, apart = 0;
+  for (std::uint64_t seed = 0; seed < 12000; ++seed) {
+    Crowd crowd(seed);
+    Cell cell;
+    const auto touch = [&](Cell& at, std::uint32_t thread, AccessKind kind, std::uint32_t pc) {
+      Cell after = at;
+      const Conflict found = check_access(after, crowd.clocks[thread], crowd.tick, pc, kind,
+                                          Strength::plain, crowd.blocks, history);
+      if (found.other.operation == 0) at = after;
+      return found.other.operation == 0;
+    };
+    // What was before.
+    crowd.start(2);
+    for (std::uint32_t i = 0; i < crowd.below(20); ++i) {
+      if (i == 10) crowd.start(4);
+      if (crowd.below(2) == 0) crowd.meet();
+      touch(cell, crowd.below(crowd.blocks * Crowd::kThreads),
+            crowd.below(4) == 0 ? AccessKind::write : AccessKind::read, i);
+    }
+    const std::uint32_t warp = crowd.below(crowd.blocks) * Crowd::kThreads + crowd.below(2) * 32;
+    const std::uint32_t lanes = static_cast<std::uint32_t>(crowd.random()) | 1U;
+    if (!touch(cell, warp, AccessKind::read, 100)) continue;
+    bool alike = read_alike(cell, crowd.clocks[warp], crowd.tick);
+    Cell in_turn = cell;
+    bool raced = false;
+    std::uint32_t last = warp;
+    for (std::uint32_t lane = 0; lane < 32; ++lane) {
+      if (!((lanes >> lane) & 1)) continue;
+      last = warp + lane;
+      alike = alike && !crowd.clocks[last].acquired;
+      raced = raced || (lane > 0 && !touch(in_turn, last, AccessKind::read, 100));
+    }
+    (alike ? together : apart) += 1;
+    if (!alike) continue;
+    REQUIRE_FALSE(raced);
+    const ThreadClock& clock = crowd.clocks[last];
+    add_alike(cell, lanes,
+              {clock.operation, clock.block, clock.barriers, crowd.tick, 100, clock.thread});
+    if (lanes != 1) REQUIRE(equal(cell, in_turn));
+  }
+  CHECK(together > 500);
+  CHECK(apart > 100);
 }
