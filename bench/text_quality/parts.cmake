@@ -1,5 +1,5 @@
 # verkv_lab_parts: what the laboratory does without an engine. Built by its own project for the program
-# and by the library's own build for the tests. Needs the targets verkv::verkv, fmt::fmt-header-only and
+# and by the library's own build for the tests. Needs the targets verkv::verkv, fmt::fmt and
 # nlohmann_json::nlohmann_json.
 add_library(
   verkv_lab_parts OBJECT
@@ -24,4 +24,4 @@ target_include_directories(verkv_lab_parts PUBLIC ${CMAKE_CURRENT_LIST_DIR})
 target_link_libraries(
   verkv_lab_parts
   PUBLIC verkv::verkv
-  PRIVATE fmt::fmt-header-only nlohmann_json::nlohmann_json)
+  PRIVATE fmt::fmt nlohmann_json::nlohmann_json)
