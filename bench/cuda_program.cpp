@@ -291,7 +291,7 @@ class Program {
     const Scene::Sizes sizes = scene.sizes();
     const std::int64_t moved = scene.moved_tokens(batch);
     result.device_bytes =
-        batch * (sizes.sketch + sizes.odds + sizes.resident_keys + sizes.resident_values);
+        batch * (sizes.sketch + sizes.odds + sizes.resident_keys + sizes.near_values());
     result.host_bytes = moved * kRowBytes;
     result.moved_share =
         static_cast<double>(moved) / static_cast<double>(batch * scene.kv_heads() * scene.tokens());
@@ -316,7 +316,7 @@ class Program {
         Kernel{"scores", cuda::launch_scores, sizes.sketch + sizes.resident_keys, 0},
         Kernel{"plan", cuda::launch_plan, sizes.odds, 0},
         Kernel{"certificate", cuda::launch_certificate, sizes.odds, 0},
-        Kernel{"attention", cuda::launch_attention, sizes.resident_values, whole.host_bytes}};
+        Kernel{"attention", cuda::launch_attention, sizes.near_values(), whole.host_bytes}};
     std::array<Event, kernels.size() + 1> events;
     std::array<std::vector<double>, kernels.size()> seconds;
     for (int i = -plan_.warm_up; i < plan_.repetitions; ++i) {

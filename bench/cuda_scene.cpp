@@ -6,6 +6,8 @@
 #include <future>
 #include <span>
 
+#include <verkv/clusters.hpp>
+
 #include "compression.hpp"
 #include "fetch_rules.hpp"
 #include "sketch_basis.hpp"
@@ -39,6 +41,7 @@ cuda::LayerView layer_view(const SyntheticShape& shape) {
   view.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(shape.dim)));
   view.storage = DType::f16;
   view.sketch = largest_sketch_shape(kSketch.kind, kSketch.bits, view.key_dim);
+  view.clusters = StudyConfig{}.estimator == Estimator::clusters;
   const FetchRules fetch = fetch_rules(CacheConfig{});
   view.fetch = flags_of(fetch.mode);
   view.rules.log_term = fetch.log_term;
@@ -149,7 +152,8 @@ void Scene::compress() {
       heads,
       [this](const HeadCompression& head) {
         const std::int64_t h = static_cast<std::int64_t>(head.head);
-        return HeadRows{store_.host_keys(h), store_.host_values(h), &store_.order(h).directions};
+        return HeadRows{store_.host_keys(h), store_.host_values(h), &store_.directions(h),
+                        store_.positions(h), store_.open_odds(h)};
       },
       {&queries, 1},
       [](std::int64_t count, const Compressor::Task& task) {
@@ -162,7 +166,9 @@ void Scene::compress() {
 }
 
 std::vector<cuda::HeadView> Scene::copy_row() {
-  cuda::HostBuffer host(pinned_bytes(tokens(), kv_heads(), 1), "the host tier of a copy", true);
+  const std::int64_t row_bytes = pinned_bytes(tokens(), kv_heads(), 1);
+  const std::int64_t position_bytes = tokens() * static_cast<std::int64_t>(sizeof(std::uint32_t));
+  cuda::HostBuffer host(row_bytes + kv_heads() * position_bytes, "the host tier of a copy", true);
   const auto copy = [&](auto*& array, std::int64_t count) {
     const std::int64_t bytes = count * static_cast<std::int64_t>(sizeof *array);
     cuda::DeviceBuffer<std::byte> buffer(bytes, "the fast tier of a copy");
@@ -177,16 +183,25 @@ std::vector<cuda::HeadView> Scene::copy_row() {
     const std::int64_t rows_at = h * tokens() * kRowBytes;
     std::memcpy(host.data() + rows_at, host_rows(0, h), at(tokens() * kRowBytes));
     view.host_rows = host.device() + rows_at;
+    const std::vector<std::uint32_t> position = store_.order(h).position;
+    const std::int64_t positions_at = row_bytes + h * position_bytes;
+    std::memcpy(host.data() + positions_at, position.data(),
+                position.size() * sizeof(std::uint32_t));
+    view.place_position = reinterpret_cast<std::uint32_t*>(host.device() + positions_at);
     const std::int64_t padded = (view.compressed + kSketchGroup - 1) / kSketchGroup * kSketchGroup;
     const std::int64_t window = view.tokens - view.compressed;
     copy(view.resident_keys, view.residents() * kRowBytes / 2);
     copy(view.resident_values, view.residents() * kRowBytes / 2);
-    copy(view.resident_position, view.residents());
+    copy(view.resident_place, view.residents());
     copy(view.codes, code_storage_bytes(sketch_of(layer_, view), view.compressed));
     copy(view.scales, padded);
     copy(view.odds, padded);
     copy(view.channel_means, layer_.key_dim);
     copy(view.basis_query, std::int64_t{view.sketch_dim} * layer_.key_dim);
+    if (layer_.clusters) {
+      copy(view.centroids, clusters_of(view.compressed) * kRowBytes / 2);
+      copy(view.spreads, clusters_of(view.compressed));
+    }
     copy(view.window_square, window);
     copy(view.window_steps, window);
   }
@@ -277,6 +292,7 @@ Scene::Sizes Scene::sizes() const {
     sizes.odds += view.compressed * static_cast<std::int64_t>(sizeof(Positive16));
     sizes.resident_keys += view.residents() * kRowBytes / 2;
     sizes.resident_values += view.residents() * kRowBytes / 2;
+    if (layer_.clusters) sizes.centroids += clusters_of(view.compressed) * kRowBytes / 2;
   }
   return sizes;
 }

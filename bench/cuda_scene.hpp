@@ -102,6 +102,9 @@ class Scene {
     std::int64_t odds = 0;
     std::int64_t resident_keys = 0;
     std::int64_t resident_values = 0;
+    std::int64_t centroids = 0;
+    // Values on the fast tier.
+    std::int64_t near_values() const { return resident_values + centroids; }
   };
   Sizes sizes() const;
 

@@ -40,11 +40,13 @@ struct Rule {
   FetchMode mode = FetchMode::verified;
   std::optional<double> epsilon;
   std::optional<double> risk;
+  Estimator estimator = StudyConfig{}.estimator;
 };
 
 const std::vector<Rule>& rules() {
   static const std::vector<Rule> list = {
       {"risk:1e-4", FetchMode::verified, {}, 1e-4},
+      {"risk:1e-4+plain", FetchMode::verified, {}, 1e-4, Estimator::plain},
       {"eps:0.05", FetchMode::verified, 0.05, {}},
       {"eps:0.1", FetchMode::verified, 0.1, {}},
       {"eps:0.3+risk:1e-4", FetchMode::verified, 0.3, 1e-4},
@@ -199,6 +201,7 @@ class Setup {
     config.fetch.mode = c.rule.mode;
     config.fetch.epsilon = c.rule.epsilon;
     config.fetch.risk = c.rule.risk;
+    config.study.estimator = c.rule.estimator;
     cache_ = make_cpu_cache(config);
     sequence_ = cache_->create_sequence(0);
     for (std::size_t l = 0; l < layers_.size(); ++l) {

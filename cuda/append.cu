@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kAppendThreads)
       }
     }
     if (threadIdx.x == 0) {
-      head.resident_position[slot] = static_cast<std::uint32_t>(position);
+      head.resident_place[slot] = static_cast<std::uint32_t>(position);
       head.window_square[position - head.compressed] = 0;
       head.window_steps[position - head.compressed] = 0;
       if (arguments.counts && token == 0)

@@ -32,7 +32,7 @@ struct AppendArguments {
   std::int64_t layer_index = 0;
 };
 
-// Writes the rows to both tiers, the position of each resident, and zero scores of the window.
+// Writes the rows to both tiers, the place of each resident, and zero scores of the window.
 cudaError_t launch_append(const LayerView& layer, const AppendArguments& arguments,
                           cudaStream_t stream);
 

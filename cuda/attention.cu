@@ -1,5 +1,6 @@
-// Last launch of a step: residents with their coefficients and the fetched rows, which are read
-// from mapped host memory once, straight into shared memory, while the residents are added up.
+// Last launch of a step: residents with their coefficients, centroids, and the fetched rows, which
+// are read from mapped host memory once, straight into shared memory, while those of the fast tier
+// are added up.
 // Splits leave partial states; the last one of a KV head merges them in order.
 #include <verkv/attention.hpp>
 
@@ -69,10 +70,6 @@ VERKV_DEVICE void answer_padding(const StepView& step, std::int64_t query_head, 
   if (step.lse != nullptr && tid < heads) step.lse[query_head + tid] = minus_infinity();
 }
 
-VERKV_DEVICE std::int64_t part_begin(std::int64_t all, int splits, int split) {
-  return min(all, split * ((all + splits - 1) / splits));
-}
-
 // Grid: (rows x KV heads, splits, parts of a group).
 template <class Element, int kColumns>
 __global__ void __launch_bounds__(kAttentionThreads, kColumns > 1 ? 1 : 2)
@@ -102,12 +99,11 @@ __global__ void __launch_bounds__(kAttentionThreads, kColumns > 1 ? 1 : 2)
   AttentionSplit<Element, kColumns> part(arguments, view, heads, query_head,
                                          ws.fetched + pair * ws.mask_stride, memory, sums);
 
-  // The first fetched rows are on their way while the residents are added up.
+  // The first fetched rows are on their way while those of the fast tier are added up.
   const bool aligned = part.aligned();
-  const std::int64_t moved = ws.groups[pair].moved;
-  const std::int64_t moved_begin = part_begin(moved, splits, split);
-  const int moved_count = static_cast<int>(part_begin(moved, splits, split + 1) - moved_begin);
-  const std::uint32_t* positions = ws.moved + pair * ws.token_stride + moved_begin;
+  const Range moved(ws.groups[pair].moved, splits, split);
+  const int moved_count = static_cast<int>(moved.count);
+  const std::uint32_t* positions = ws.moved + pair * ws.token_stride + moved.begin;
   if (aligned) part.fetch(positions, min(grid.tile, moved_count));
 
   const std::int64_t first_head = static_cast<std::int64_t>(kv_head) * layer.group + first;
@@ -116,14 +112,14 @@ __global__ void __launch_bounds__(kAttentionThreads, kColumns > 1 ? 1 : 2)
   sums.start(ws.heads + query_head, heads, layer.cap);
   __syncthreads();
 
-  const std::int64_t residents = view.residents();
-  const std::int64_t resident_begin = part_begin(residents, splits, split);
-  const std::int64_t resident_count = part_begin(residents, splits, split + 1) - resident_begin;
-  for (std::int64_t done = 0; done < resident_count + moved_count;) {
-    const bool fetched = done >= resident_count;
+  const Range residents(view.residents(), splits, split);
+  const Range centroids(part.clusters(), splits, split);
+  const std::int64_t near_count = residents.count + centroids.count;
+  for (std::int64_t done = 0; done < near_count + moved_count;) {
     int count;
-    if (fetched) {
-      const int from = static_cast<int>(done - resident_count);
+    const std::byte* values = nullptr;
+    if (done >= near_count) {
+      const int from = static_cast<int>(done - near_count);
       count = min(grid.tile, moved_count - from);
       if (from > 0 || !aligned) part.fetch(positions + from, count);
       wait_for_copies();
@@ -131,14 +127,16 @@ __global__ void __launch_bounds__(kAttentionThreads, kColumns > 1 ? 1 : 2)
       part.fetched_logits(count);
     } else {
       const int most = aligned ? kChunk : grid.tile;
-      count = static_cast<int>(min(std::int64_t{most}, resident_count - done));
-      if (!aligned) part.copy_residents(resident_begin + done, count);
-      part.resident_logits(resident_begin + done, count);
+      values = part.near_logits(residents, centroids, done, most, count);
+      if (!aligned) {
+        part.copy_values(values, count);
+        values = nullptr;
+      }
     }
     __syncthreads();
     part.weigh(count);
     __syncthreads();
-    part.add(fetched || !aligned, resident_begin + done, count);
+    part.add(values, count);
     __syncthreads();
     done += count;
   }

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include <verkv/attention.hpp>
+#include <verkv/clusters.hpp>
 
 #include "device_math.cuh"
 #include "masks.cuh"
@@ -60,10 +61,16 @@ struct HeadSums {
   float beta[kAttentionHeads];
   float most[kAttentionHeads];      // first shift + log(cap * beta)
   double inverse[kAttentionHeads];  // of the sum over all splits
+  std::uint32_t by_clusters;        // bits of the heads that estimate by clusters
 
   // States: of `heads` query heads. All threads call; a barrier must follow.
   VERKV_DEVICE void start(const HeadState* states, int heads, float cap) {
     const int h = threadIdx.x;
+    static_assert(kAttentionHeads <= 32, "a warp knows all heads");
+    if (h < 32) {
+      const unsigned bits = __ballot_sync(kWholeWarp, h < heads && states[h].by_clusters != 0);
+      if (h == 0) by_clusters = bits;
+    }
     if (h < kAttentionHeads) {
       factor[h] = 1;
       base[h] = 0;
@@ -97,6 +104,18 @@ VERKV_DEVICE void copy_padded(const Element* from, int dim, unsigned char* to) {
   for (int j = lane_index(); j < round_up(dim, kPiece); j += 32)
     reinterpret_cast<Element*>(to)[j] = j < dim ? from[j] : Element{};
 }
+
+// A split's part of `all`.
+struct Range {
+  std::int64_t begin;
+  std::int64_t count;
+
+  VERKV_DEVICE Range(std::int64_t all, int splits, int split) {
+    const std::int64_t each = (all + splits - 1) / splits;
+    begin = min(all, split * each);
+    count = min(all, (split + 1) * each) - begin;
+  }
+};
 
 // The rows of one split for the query heads of one part.
 template <class Element, int kColumns>
@@ -151,33 +170,47 @@ class AttentionSplit {
     });
   }
 
+  // Of one value row.
+  VERKV_DEVICE int value_bytes() const {
+    return layer_.value_dim * static_cast<int>(sizeof(Element));
+  }
+
+  // Clusters whose centroids count something for a head of the part. After sums.start and a
+  // barrier.
+  VERKV_DEVICE std::int64_t clusters() const {
+    return sums_.by_clusters != 0 ? clusters_of(view_.compressed) : 0;
+  }
+
   // Logits of residents begin .. begin + count - 1 and the logarithms of their coefficients. Their
   // values are on the way meanwhile.
   VERKV_DEVICE void resident_logits(std::int64_t begin, int count) {
     const int r = threadIdx.x;
     if (r >= count) return;
     const std::int64_t i = begin + r;
-    const int value_bytes = layer_.value_dim * static_cast<int>(sizeof(Element));
-    prefetch(view_.resident_values + i * value_bytes, value_bytes);
-    std::uint32_t position = 0;
+    prefetch(view_.resident_values + i * value_bytes(), value_bytes());
+    std::uint32_t place = 0;
     float rho = 0;
     bool drawn = i < view_.drawn;
+    // Heads for which the certificate has left what the slot counts.
+    const std::uint32_t known = drawn ? sums_.by_clusters : 0;
+    drawn = drawn && known != (1u << heads_) - 1;
     if (drawn) {
-      position = view_.resident_position[i];
-      const Positive16 odds = view_.odds[position];
-      drawn = odds.bits < kPositive16Infinity.bits && !in_mask(fetched_, position);
+      place = view_.resident_place[i];
+      const Positive16 odds = view_.odds[place];
+      drawn = odds.bits < kPositive16Infinity.bits && !in_mask(fetched_, place);
       rho = to_float(odds);
     }
     const float* logit = ws_.resident_logit + query_head_ * ws_.resident_stride + i;
-    const float* sketched = ws_.weight + query_head_ * ws_.token_stride + position;
+    const float* sketched = ws_.weight + query_head_ * ws_.token_stride + place;
     float* out = reinterpret_cast<float*>(weights_.number + r);
     for (int t = 0; t < tiles_; ++t) {
 #pragma unroll
       for (int k = 0; k < kTileHeads; ++k) {
         const int h = t * kTileHeads + k;
         if (h >= heads_) break;
-        float x = *logit - sums_.base[h];
-        if (drawn && *sketched >= 0)
+        const bool is_known = (known >> h & 1u) != 0;
+        float x = is_known ? *logit : *logit - sums_.base[h];
+        if (drawn && !is_known && *sketched >= 0)
           x = drawn_logit(x, *sketched, rho, sums_.beta[h], sums_.most[h]);
         out[k] = x;
         logit += ws_.resident_stride;
@@ -185,6 +218,37 @@ class AttentionSplit {
       }
       out += kTileHeads * kChunk;
     }
+  }
+
+  // What centroids begin .. begin + count - 1 count, as logits.
+  VERKV_DEVICE void centroid_logits(std::int64_t begin, int count) {
+    const int r = threadIdx.x;
+    if (r >= count) return;
+    prefetch(view_.centroids + (begin + r) * value_bytes(), value_bytes());
+    const float* logit = ws_.centroid_logit + query_head_ * ws_.cluster_stride + begin + r;
+    float* out = reinterpret_cast<float*>(weights_.number + r);
+    for (int h = 0; h < heads_; ++h) {
+      out[h / kTileHeads * kTileHeads * kChunk + h % kTileHeads] =
+          (sums_.by_clusters >> h & 1u) != 0 ? *logit : minus_infinity();
+      logit += ws_.cluster_stride;
+    }
+  }
+
+  // Logits of at most `most` rows of the fast tier, residents and then centroids, of which `done`
+  // have been added. Returns their values; out_count: how many.
+  VERKV_DEVICE const std::byte* near_logits(const Range& residents, const Range& centroids,
+                                            std::int64_t done, int most, int& out_count) {
+    if (done < residents.count) {
+      const std::int64_t from = residents.begin + done;
+      out_count = static_cast<int>(min(std::int64_t{most}, residents.count - done));
+      resident_logits(from, out_count);
+      return view_.resident_values + from * value_bytes();
+    }
+    done -= residents.count;
+    const std::int64_t from = centroids.begin + done;
+    out_count = static_cast<int>(min(std::int64_t{most}, centroids.count - done));
+    centroid_logits(from, out_count);
+    return view_.centroids + from * value_bytes();
   }
 
   // Logits of the fetched rows in shared memory, in the order of sums of kernels.hpp: four threads
@@ -255,27 +319,26 @@ class AttentionSplit {
     }
   }
 
-  // Whether values of residents can be added where they lie; otherwise they come to shared memory
-  // too.
+  // Whether values of the fast tier can be added where they lie; otherwise they come to shared
+  // memory too.
   VERKV_DEVICE bool aligned() const { return layer_.value_dim * sizeof(Element) % 16 == 0; }
-  VERKV_DEVICE void copy_residents(std::int64_t begin, int count) {
-    const int dim = layer_.value_dim;
+  VERKV_DEVICE void copy_values(const std::byte* values, int count) {
     for (int r = warp_index(); r < count; r += kAttentionWarps) {
-      copy_padded(reinterpret_cast<const Element*>(view_.resident_values) + (begin + r) * dim, dim,
-                  rows_ + r * shared_.row_stride + shared_.value_offset);
+      copy_padded(reinterpret_cast<const Element*>(values + std::int64_t{r} * value_bytes()),
+                  layer_.value_dim, rows_ + r * shared_.row_stride + shared_.value_offset);
     }
   }
 
-  // Adds the residents from `begin` on, or the rows in shared memory.
-  VERKV_DEVICE void add(bool in_shared, std::int64_t begin, int count) {
-    const Element* values = reinterpret_cast<const Element*>(rows_ + shared_.value_offset);
-    int stride = shared_.row_stride / static_cast<int>(sizeof(Element));
-    if (!in_shared) {
-      stride = layer_.value_dim;
-      values = reinterpret_cast<const Element*>(view_.resident_values) + begin * stride;
+  // Adds these values of the fast tier, or, where there are none, the rows in shared memory.
+  VERKV_DEVICE void add(const std::byte* values, int count) {
+    const Element* from = reinterpret_cast<const Element*>(values);
+    int stride = layer_.value_dim;
+    if (values == nullptr) {
+      from = reinterpret_cast<const Element*>(rows_ + shared_.value_offset);
+      stride = shared_.row_stride / static_cast<int>(sizeof(Element));
     }
     row_sums_.scale(sums_.factor);
-    row_sums_.add(values, stride, count, weights_);
+    row_sums_.add(from, stride, count, weights_);
   }
 
   // Adds the subsets up and leaves the state of the split.

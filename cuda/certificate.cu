@@ -1,7 +1,9 @@
 // Third launch of a step: the certificate over what is not fetched, the report of each query head,
-// and what the step adds to the layer's counters. One block per (row, query head).
+// what the step adds to the layer's counters, and the shares of the clusters. One block per (row,
+// query head).
 #include <verkv/sketch_error.hpp>
 
+#include "clusters.cuh"
 #include "head_passes.cuh"
 #include "launch.hpp"
 #include "statistics.cuh"
@@ -25,9 +27,9 @@ VERKV_DEVICE double measured_sketch_error(const StepArguments& arguments, const 
   if (threadIdx.x < kLanes) {
 #pragma unroll 4
     for (std::int64_t slot = threadIdx.x * stride; slot < view.drawn; slot += kLanes * stride) {
-      const std::uint32_t position = view.resident_position[slot];
-      const float w = weight[position];
-      const float rho = to_float(view.odds[position]);
+      const std::uint32_t place = view.resident_place[slot];
+      const float w = weight[place];
+      const float rho = to_float(view.odds[place]);
       if (!(rho < infinity())) continue;
       const SketchErrorTerms terms = sketch_error_terms(w, logit[slot] - shift, rho);
       sum.weight += terms.weight;
@@ -66,9 +68,11 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   std::int64_t* report = reinterpret_cast<std::int64_t*>(step.query_reports + query_head);
   const int slot = step.slots[row];
   if (slot < 0) {
-    if (threadIdx.x < 4) report[threadIdx.x] = 0;
-    if (threadIdx.x < 5 && query_head % layer.group == 0)
-      reinterpret_cast<std::int64_t*>(step.kv_reports + pair)[threadIdx.x] = 0;
+    if (threadIdx.x < 5) {
+      report[threadIdx.x] = 0;
+      if (query_head % layer.group == 0)
+        reinterpret_cast<std::int64_t*>(step.kv_reports + pair)[threadIdx.x] = 0;
+    }
     return;
   }
   const HeadView view =
@@ -107,6 +111,14 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     count_decision(step, query_head, certified, enlarges(error), state.planned);
     if (query_head % layer.group == 0) count_group(step, pair);
   }
+  // Without clusters nothing is known of what is left, where anything weighs.
+  double output = bound == 0 ? 0 : infinite_double();
+  if (layer.clusters && view.compressed > 0) {
+    share_clusters(shared, arguments, view, query_head, bound, error, output);
+  } else if (threadIdx.x == 0) {
+    ws.heads[query_head].by_clusters = 0;
+  }
+  if (threadIdx.x == 0) report[4] = __double_as_longlong(output);
 }
 
 }  // namespace

@@ -54,7 +54,7 @@ VERKV_DEVICE float dot_row(const float* row, const float* x, int dim) {
   return verkv::fold16(lane);
 }
 
-// A block takes one group of tokens: all threads load, warps go to the basis, then one thread a
+// A block takes one group of places: all threads load, warps go to the basis, then one thread a
 // token runs the encoder of sketch.hpp, whose sums are in order, on codes in shared memory. Shared:
 // float [kSketchGroup][row_stride], then the codes of a group.
 __global__ void __launch_bounds__(kThreads)
@@ -76,18 +76,23 @@ __global__ void __launch_bounds__(kThreads)
     // Only tokens [from, to) of the group are new.
     const int from = static_cast<int>(base < begin ? begin - base : 0);
     const int to = static_cast<int>(end - base < kGroup ? end - base : kGroup);
-    const std::byte* keys = head.resident_keys + (head.drawn + base - begin) * row_bytes;
+    // Asked for by each warp at once: main memory is far.
+    const int lane = thread % 32;
+    const std::uint32_t positions =
+        lane >= from && lane < to ? head.place_position[base + lane] : 0;
     for (int token = from + thread / 32; token < to; token += kWarps) {
       float* y = shared + token * row_stride;
-      for (int j = thread % 32; j < dim; j += 32)
-        y[j] = load(keys + token * row_bytes, layer.storage, j) - head.channel_means[j];
+      const std::int64_t position = __shfl_sync(kWholeWarp, positions, token);
+      const std::byte* key = head.resident_keys + (head.drawn + position - begin) * row_bytes;
+      for (int j = lane; j < dim; j += 32)
+        y[j] = load(key, layer.storage, j) - head.channel_means[j];
       __syncwarp();
       // Held until all have read y, whose place they take.
       constexpr int kMost = 16;  // rows of a lane, up to 512 coordinates
       float x[kMost];
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
-        const int row = thread % 32 + 32 * i;
+        const int row = lane + 32 * i;
         x[i] = row < sketch.dim
                    ? dot_row(head.basis_encode + static_cast<std::int64_t>(row) * dim, y, dim)
                    : 0.0f;
@@ -95,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kMost; ++i)
-        if (thread % 32 + 32 * i < sketch.dim) y[thread % 32 + 32 * i] = x[i];
+        if (lane + 32 * i < sketch.dim) y[lane + 32 * i] = x[i];
     }
     for (int i = thread; i < kGroup * code_bytes; i += kThreads) codes[i] = 0;
     __syncthreads();
@@ -142,13 +147,13 @@ __global__ void __launch_bounds__(kThreads)
     const HeadView& to = arguments.to[h];
     if (k >= to.residents()) continue;
     const std::int64_t kept = arguments.keeps_drawn ? from.drawn : 0;
-    std::int64_t position = 0;
+    std::int64_t place = to.compressed + (k - to.drawn);
+    std::int64_t position = place;
     if (k < kept) {
-      position = from.resident_position[k];
+      place = from.resident_place[k];
     } else if (k < to.drawn) {
-      position = arguments.position[h * arguments.stride + k - kept];
-    } else {
-      position = to.compressed + (k - to.drawn);
+      place = arguments.place[h * arguments.stride + k - kept];
+      position = to.place_position[place];
     }
     const std::byte* key = nullptr;
     const std::byte* value = nullptr;
@@ -162,7 +167,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     copy_row<Unit>(to.resident_keys + k * key_bytes, key, key_bytes, lane);
     copy_row<Unit>(to.resident_values + k * value_bytes, value, value_bytes, lane);
-    if (lane == 0) to.resident_position[k] = static_cast<std::uint32_t>(position);
+    if (lane == 0) to.resident_place[k] = static_cast<std::uint32_t>(place);
   }
 }
 

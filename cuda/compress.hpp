@@ -15,7 +15,7 @@ namespace verkv::cuda {
 cudaError_t launch_channel_means(const LayerView& layer, const HeadView* heads, std::int64_t end,
                                  cudaStream_t stream);
 
-// Sketches of positions [HeadView::compressed, end), all of them resident.
+// Sketches of places [HeadView::compressed, end), whose tokens are all resident.
 cudaError_t launch_encode(const LayerView& layer, const HeadView* heads, std::int64_t end,
                           cudaStream_t stream);
 
@@ -26,14 +26,14 @@ struct GatherArguments {
   // A compression keeps the old drawn residents first and takes every row from the fast tier; a
   // redraw keeps none and takes every row from the host tier.
   bool keeps_drawn = true;
-  // Positions drawn anew, ascending: [KV head][stride].
-  const std::uint32_t* position = nullptr;
+  // Places drawn anew, ascending: [KV head][stride].
+  const std::uint32_t* place = nullptr;
   std::int64_t stride = 0;
   // Of one head of `to`.
   std::int64_t most_residents = 0;
 };
 
-// Rows and positions of the residents of `to`.
+// Rows and places of the residents of `to`.
 cudaError_t launch_gather_residents(const LayerView& layer, const GatherArguments& arguments,
                                     cudaStream_t stream);
 

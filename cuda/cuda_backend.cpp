@@ -187,11 +187,11 @@ class CudaBackend final : public Backend {
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
       const LayerStore* store = sequence.layers[layer].get();
       if (store == nullptr || store->compressed() == 0) continue;
-      std::vector<LayerStore::Positions> drawn;
+      std::vector<LayerStore::Places> drawn;
       for (std::size_t h = 0; h < store->views().size(); ++h) {
         const std::int64_t head = static_cast<std::int64_t>(h);
-        drawn.push_back(draw_positions(compressor_.draw_id(draw, layer, h),
-                                       store->odds(head, stream_), 0, store->order(head)));
+        drawn.push_back(draw_places(compressor_.draw_id(draw, layer, h), config_.study.select,
+                                    store->odds(head, stream_), 0, store->order(head)));
       }
       changes.emplace_back(layer, store->redraw(drawn, spare(), entries(layer, sequence), stream_));
       buffers_.reserve_lengths(layer, store->compressed(), changes.back().second.most_residents,
@@ -381,7 +381,8 @@ class CudaBackend final : public Backend {
         [&](const HeadCompression& head) {
           const LayerStore& store = *sequence.layers[head.layer];
           const std::int64_t h = static_cast<std::int64_t>(head.head);
-          return HeadRows{store.host_keys(h), store.host_values(h), &store.order(h).directions};
+          return HeadRows{store.host_keys(h), store.host_values(h), &store.directions(h),
+                          store.positions(h), store.open_odds(h)};
         },
         queries,
         [](std::int64_t count, const Compressor::Task& task) {

@@ -33,8 +33,9 @@ VERKV_DEVICE float4 load_aligned(const BFloat16* from) {
 struct KeyRows {
   DType type = DType::f16;
   const std::byte* data = nullptr;
-  int stride = 0;         // elements
-  std::uint32_t end = 0;  // how many there are
+  int stride = 0;                        // elements
+  std::uint32_t end = 0;                 // how many there are
+  const std::uint32_t* index = nullptr;  // which rows they are; null: the first ones
 };
 
 // Rows of which a thread takes a quarter at a time. Two rows share their loads of the query; with
@@ -96,7 +97,8 @@ VERKV_DEVICE Products<kHeads> dot_chunk(const KeyRows& rows, int dim, std::uint3
 #pragma unroll
   for (int r = 0; r < kMine; ++r) {
     // The whole warp sums: a row that is not there is read as the last one.
-    const std::int64_t row = min(row_of(first, r), rows.end - 1);
+    std::int64_t row = min(row_of(first, r), rows.end - 1);
+    if (rows.index != nullptr) row = rows.index[row];
     at[r] = reinterpret_cast<const Element*>(rows.data) + row * rows.stride + 4 * part;
   }
   const float* of_slot[kHeads];

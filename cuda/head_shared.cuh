@@ -22,6 +22,8 @@ inline constexpr int kRowsPerBlock = kBlockTokens / kLanes;
 inline constexpr int kMostSums = 3;
 inline constexpr int kMostTops = 2;
 static_assert(kMostSums + kMostTops <= kHeadWarps);
+// Sums over what clusters count (clusters.cuh).
+inline constexpr int kClusterSums = 3;
 
 // What the search for a threshold holds beside its brackets; one thread writes it.
 struct SearchShared {
@@ -49,6 +51,11 @@ struct HeadShared {
   std::int64_t left;
   std::int64_t ties;
   float pivot;
+  // Of the estimate by clusters: what clusters know, if they do, may be so far from the plain
+  // estimate of D; sums of each warp.
+  double slack;
+  bool useful;
+  double cluster_sum[kClusterSums][kHeadWarps];
 };
 
 }  // namespace verkv::cuda

@@ -15,6 +15,7 @@ LayerView view_of(const LayerConfig& layer, const CacheConfig& config) {
   view.scale = logit_scale(layer);
   view.soft_cap = static_cast<float>(layer.soft_cap.value_or(0));
   view.storage = config.storage;
+  view.clusters = config.study.estimator == Estimator::clusters;
   view.sketch = largest_sketch_shape(config.sketch.kind, config.sketch.bits, view.key_dim);
   const FetchRules fetch = fetch_rules(config);
   view.fetch = flags_of(fetch.mode);

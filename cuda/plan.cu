@@ -39,7 +39,7 @@ VERKV_DEVICE double add_residents(HeadShared& shared, const StepArguments& argum
   for (std::int64_t first = 0; first < residents; first += kHeadThreads) {
     const std::int64_t i = first + threadIdx.x;
     const bool high =
-        i < residents && (i >= view.drawn || !is_low(view.odds[view.resident_position[i]]));
+        i < residents && (i >= view.drawn || !is_low(view.odds[view.resident_place[i]]));
     int total = 0;
     const int rank = rank_in_block(shared, high, total);
     if (high) chunk[rank] = weight_exp(logit[i] - shift);
@@ -80,7 +80,8 @@ VERKV_DEVICE std::int64_t blocks_of(const HeadView& view) {
   return (view.compressed + kBlockTokens - 1) / kBlockTokens;
 }
 
-// Lists, ascending, what the mask holds and no resident slot does; returns how many.
+// Lists the positions, in order of place, of what the mask holds and no resident slot does; returns
+// how many.
 VERKV_DEVICE std::int64_t list_moved(HeadShared& shared, const HeadView& view,
                                      const std::uint32_t* mask, std::uint32_t* out) {
   const std::int64_t blocks = blocks_of(view);
@@ -91,13 +92,13 @@ VERKV_DEVICE std::int64_t list_moved(HeadShared& shared, const HeadView& view,
     std::int64_t high = view.drawn;
     while (low < high) {
       const std::int64_t middle = low + (high - low) / 2;
-      if (view.resident_position[middle] < i) {
+      if (view.resident_place[middle] < i) {
         low = middle + 1;
       } else {
         high = middle;
       }
     }
-    return low < view.drawn && view.resident_position[low] == i;
+    return low < view.drawn && view.resident_place[low] == i;
   };
   std::int64_t before = 0;
   for (std::int64_t first = 0; first < blocks; first += kHalfWarps) {
@@ -123,6 +124,10 @@ VERKV_DEVICE std::int64_t list_moved(HeadShared& shared, const HeadView& view,
       at += __popc(row);
     }
   }
+  __syncthreads();
+  // Positions come from main memory, which is far: by all threads, when all places are known.
+  for (std::int64_t i = threadIdx.x; i < before; i += kHeadThreads)
+    out[i] = view.place_position[out[i]];
   return before;
 }
 
@@ -171,7 +176,7 @@ VERKV_DEVICE void plan_group(HeadShared& shared, const StepArguments& arguments,
   }
 }
 
-static_assert(sizeof(KvHeadReport) == 40 && sizeof(QueryHeadReport) == 32);
+static_assert(sizeof(KvHeadReport) == 40 && sizeof(QueryHeadReport) == 40);
 
 // ---- The kernel ---------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ VERKV_DEVICE unsigned half_warp_row(bool bit) {
   return (__ballot_sync(kWholeWarp, bit) >> half_lanes) & 0xffffu;
 }
 
-// Keeps the `limit` tokens of the mask with the largest rank_of(token), ties by position. The mask
+// Keeps the `limit` tokens of the mask with the largest rank_of(token), ties by place. The mask
 // has `blocks` blocks of 512 tokens and more than `limit` bits. A half warp has a block, a thread a
 // word. All threads call.
 template <class Rank>

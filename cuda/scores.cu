@@ -46,7 +46,7 @@ struct ScoreShared {
   __host__ __device__ int bytes() const { return basis_offset() + query_bytes(); }
 };
 
-// Pieces of `unit` elements that a split takes. Positions have 32 bits, so their numbers fit.
+// Pieces of `unit` elements that a split takes. Places have 32 bits, so their numbers fit.
 struct Part {
   int begin;
   int end;
@@ -118,14 +118,14 @@ VERKV_DEVICE void exact_products(const Work& work, float (&top)[sets_of(kHeads)]
       rows = kSketched ? KeyRows{DType::f16, reinterpret_cast<const std::byte*>(head.basis_query),
                                  dim, static_cast<std::uint32_t>(head.sketch_dim)}
                        : KeyRows{layer.storage, head.host_rows, dim + layer.value_dim,
-                                 static_cast<std::uint32_t>(head.compressed)};
+                                 static_cast<std::uint32_t>(head.compressed), head.place_position};
     }
     // Asked for before the products, of whose rows it decides later whether they count.
-    std::uint32_t position[kRowsPerThread<kHeads>];
+    std::uint32_t place[kRowsPerThread<kHeads>];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<kHeads>; ++r) {
       const std::uint32_t i = min(row_of(row_begin, r), rows.end - 1);
-      position[r] = is_resident && i < head.drawn ? __ldg(head.resident_position + i) : i;
+      place[r] = is_resident && i < head.drawn ? __ldg(head.resident_place + i) : i;
     }
     const Products<kHeads> products =
         dot_chunk<kHeads>(rows, dim, row_begin, work.query, work.query_stride);
@@ -136,7 +136,7 @@ VERKV_DEVICE void exact_products(const Work& work, float (&top)[sets_of(kHeads)]
       // The shift may use every logit that does not depend on the draw.
       bool counts = is_resident && i >= head.drawn;
       if (!counts && (is_resident || !kSketched))
-        counts = (head.odds[position[r]].bits < kPositive16Infinity.bits) != is_resident;
+        counts = (head.odds[place[r]].bits < kPositive16Infinity.bits) != is_resident;
 #pragma unroll
       for (int set = 0; set < sets_of(kHeads); ++set) {
         const int h = head_of(set);

@@ -1,5 +1,5 @@
 // The threshold of Eq. 10 by a block of threads: the search of src/cpu/fetch_search.cpp, step by
-// step. The arrays of the CPU are a list of positions here, from which weight, odds and worth of an
+// step. The arrays of the CPU are a list of places here, from which weight, odds and worth of an
 // entry follow. Lanes and blocks are by index in the list, which is compacted where the CPU's
 // arrays are, so that the sums are equal.
 #ifndef VERKV_CUDA_SEARCH_CUH
@@ -56,9 +56,9 @@ class ThresholdSearch {
   };
 
   VERKV_DEVICE Entry entry(std::int64_t i) const {
-    const std::uint32_t position = index_[i];
-    const float w = weight_[position];
-    const float rho = to_float(odds_[position]);
+    const std::uint32_t place = index_[i];
+    const float w = weight_[place];
+    const float rho = to_float(odds_[place]);
     const float t = quotient(w, rho);
     return {w, rho, t, tail_of(w, rho, shared_.search.beta_all, t).worth};
   }
@@ -70,8 +70,8 @@ class ThresholdSearch {
   }
 
   // Keeps, in order, the entries for which keep(i) holds. A barrier must follow.
-  template <class Position, class Keep>
-  VERKV_DEVICE void keep_in_order(std::int64_t count, Position&& position, Keep&& keep) {
+  template <class Place, class Keep>
+  VERKV_DEVICE void keep_in_order(std::int64_t count, Place&& place, Keep&& keep) {
     constexpr int kOwn = kEntriesPerThread;
     std::int64_t kept = 0;
     for (std::int64_t first = 0; first < count; first += kOwn * kHeadThreads) {
@@ -82,7 +82,7 @@ class ThresholdSearch {
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) {
         stays[j] = own + j < count && keep(own + j);
-        at[j] = stays[j] ? position(own + j) : 0;
+        at[j] = stays[j] ? place(own + j) : 0;
         stay += stays[j];
       }
       int total = 0;
@@ -238,9 +238,9 @@ class ThresholdSearch {
         const std::uint32_t lowest = left & -left;
         left ^= lowest;
         const int row = 31 - __clz(static_cast<int>(lowest));
-        const std::uint32_t position = index[row * kLanes + static_cast<int>(j)];
-        const float w = weight_[position];
-        const float rho = to_float(odds_[position]);
+        const std::uint32_t place = index[row * kLanes + static_cast<int>(j)];
+        const float w = weight_[place];
+        const float rho = to_float(odds_[place]);
         if (w > at * rho) {
           sum[0][j] += w;
           sum[1][j] += rho;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <verkv/clusters.hpp>
+
 #include "step_kernels.hpp"
 #include "step_workspace.hpp"
 #include "tuning.hpp"
@@ -33,6 +35,11 @@ int score_splits(std::int64_t pairs, std::int64_t tokens) {
   return static_cast<int>(best);
 }
 
+// Centroids of one KV head that a step may read.
+std::int64_t most_clusters(const LayerView& layer, std::int64_t most_compressed) {
+  return layer.clusters ? clusters_of(most_compressed) : 0;
+}
+
 bool searches(const LayerView& layer) { return layer.fetch.by_rules && layer.rules.certifies(); }
 
 StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed,
@@ -49,9 +56,11 @@ StepGrid grid_for(const LayerView& layer, int rows, std::int64_t most_compressed
   grid.warp_columns = ceil_div(grid.part_heads, kTileHeads) * columns > kMostColumns / 2 ? 2 : 1;
   grid.attention_parts = static_cast<int>(ceil_div(layer.group, grid.part_heads));
   // How many tokens move is not known here; the bound is what could.
-  grid.attention_splits =
-      splits(pairs * grid.attention_parts,
-             ceil_div(most_residents + most_compressed / kTokensPerMoved, kAttentionRows), blocks);
+  grid.attention_splits = splits(pairs * grid.attention_parts,
+                                 ceil_div(most_residents + most_clusters(layer, most_compressed) +
+                                              most_compressed / kTokensPerMoved,
+                                          kAttentionRows),
+                                 blocks);
   const std::int64_t row = layer.row_bytes() + 128;
   grid.tile = static_cast<int>(std::clamp<std::int64_t>(kTileBytes / row, kLeastTile, kMostTile));
   return grid;
@@ -73,6 +82,7 @@ std::int64_t lay_out(const LayerView& layer, const StepGrid& grid, int rows,
   ws.token_stride = ceil_div(most_compressed, kBlockTokens) * kBlockTokens;
   ws.resident_stride = ceil_div(most_residents, kLanes) * kLanes;
   ws.mask_stride = ws.token_stride / 32;
+  ws.cluster_stride = most_clusters(layer, most_compressed);
   std::int64_t at = 0;
   const auto place = [&](auto*& pointer, std::int64_t count) {
     using Element = std::remove_reference_t<decltype(*pointer)>;
@@ -81,6 +91,8 @@ std::int64_t lay_out(const LayerView& layer, const StepGrid& grid, int rows,
   };
   place(ws.weight, query_heads * ws.token_stride);
   place(ws.resident_logit, query_heads * ws.resident_stride);
+  place(ws.centroid_logit, query_heads * ws.cluster_stride);
+  place(ws.cluster_factor, query_heads * ws.cluster_stride);
   place(ws.slice_top, query_heads * grid.score_splits);
   place(ws.heads, query_heads);
   place(ws.wanted, query_heads * ws.mask_stride);

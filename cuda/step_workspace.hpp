@@ -37,6 +37,9 @@ struct HeadState {
   std::int32_t computable = 0;
   // Whether the plan has computed `bound` over all tokens.
   std::int32_t known = 0;
+  // Whether the attention estimates by clusters; of the certificate.
+  std::int32_t by_clusters = 0;
+  std::int32_t unused = 0;
 };
 
 // What a step knows of one KV head.
@@ -54,11 +57,19 @@ struct StepWorkspace {
   std::int64_t token_stride = 0;     // a multiple of 512
   std::int64_t resident_stride = 0;  // a multiple of 16
   std::int64_t mask_stride = 0;      // token_stride / 32
+  std::int64_t cluster_stride = 0;   // 0 unless the layer estimates by clusters
   // [query head][token]: logits, then weights; the certificate sets those of fetched tokens to 0.
   float* weight = nullptr;
-  float* resident_logit = nullptr;  // [query head][resident slot]
-  float* slice_top = nullptr;       // [query head][score split]
-  HeadState* heads = nullptr;       // [query head]
+  // [query head][resident slot]. Where a head estimates by clusters, the certificate makes them of
+  // drawn slots logarithms of what these count, relative to the plan's shift.
+  float* resident_logit = nullptr;
+  // [query head][cluster], where a head estimates by clusters: logarithms of what centroids count,
+  // relative to the plan's shift.
+  float* centroid_logit = nullptr;
+  // [query head][cluster], likewise: ClusterShare::drawn, of the certificate for itself.
+  float* cluster_factor = nullptr;
+  float* slice_top = nullptr;  // [query head][score split]
+  HeadState* heads = nullptr;  // [query head]
   // [query head] masks: what the head asks for; tokens with weight > beta * odds.
   std::uint32_t* wanted = nullptr;
   std::uint32_t* active = nullptr;
@@ -66,7 +77,7 @@ struct StepWorkspace {
   std::uint32_t* plan_index = nullptr;
   GroupState* groups = nullptr;      // [KV head]
   std::uint32_t* fetched = nullptr;  // [KV head] masks
-  std::uint32_t* moved = nullptr;    // [KV head][token], positions ascending
+  std::uint32_t* moved = nullptr;    // [KV head][token], positions in order of place
   // [KV head][part of the attention]: blocks that have written their partial sums.
   std::uint32_t* finished = nullptr;
   // [query head][attention split]; outputs are padded to a multiple of four coordinates.

@@ -4,33 +4,13 @@
 #include <cstring>
 #include <utility>
 
-#include "compress.hpp"
+#include <verkv/clusters.hpp>
+
 #include "sizes.hpp"
+#include "store_blocks.hpp"
 #include "window_score.hpp"
 
 namespace verkv::cuda {
-namespace {
-
-// Rows of a head start at multiples of this many tokens' worth of bytes, hence aligned.
-constexpr std::int64_t kCapacityUnit = 64;
-
-// Grows geometrically, by half.
-std::int64_t grown(std::int64_t wanted, std::int64_t capacity) {
-  if (wanted <= capacity) return capacity;
-  return round_up(std::max(wanted, capacity + capacity / 2), kCapacityUnit);
-}
-
-// [heads][capacity] of T: the first `used` of each head move to blocks of another capacity.
-template <class T>
-void copy_heads(T* to, std::int64_t to_capacity, const T* from, std::int64_t from_capacity,
-                std::int64_t used, std::int64_t heads, cudaStream_t stream) {
-  if (used == 0) return;
-  VERKV_CUDA_CHECK(cudaMemcpy2DAsync(to, size(to_capacity) * sizeof(T), from,
-                                     size(from_capacity) * sizeof(T), size(used) * sizeof(T),
-                                     size(heads), cudaMemcpyDeviceToDevice, stream));
-}
-
-}  // namespace
 
 LayerStore::LayerStore(const LayerView& layer, bool require_pinned)
     : layer_(&layer),
@@ -60,6 +40,14 @@ std::int64_t LayerStore::code_bytes() const {
   return most;
 }
 
+std::int64_t LayerStore::centroid_bytes(std::int64_t capacity) const {
+  return layer_->clusters ? round_up(clusters_of(capacity) * value_bytes(), 16) : 0;
+}
+
+std::int64_t LayerStore::spread_capacity(std::int64_t capacity) const {
+  return layer_->clusters ? round_up(clusters_of(capacity), 8) : 0;
+}
+
 Rows LayerStore::host_keys(std::int64_t head) const {
   return {host_.data() + head * host_capacity_ * layer_->row_bytes(), layer_->storage,
           layer_->key_dim + layer_->value_dim, layer_->key_dim};
@@ -68,6 +56,24 @@ Rows LayerStore::host_keys(std::int64_t head) const {
 Rows LayerStore::host_values(std::int64_t head) const {
   return {host_.data() + head * host_capacity_ * layer_->row_bytes() + key_bytes(), layer_->storage,
           layer_->key_dim + layer_->value_dim, layer_->value_dim};
+}
+
+std::uint32_t* LayerStore::positions_in(std::byte* block, std::int64_t capacity,
+                                        std::int64_t head) const {
+  std::byte* const positions = block + heads() * capacity * layer_->row_bytes();
+  return reinterpret_cast<std::uint32_t*>(positions) + head * capacity;
+}
+
+std::span<const std::uint32_t> LayerStore::positions(std::int64_t head) const {
+  if (compressed() == 0) return {};
+  return {positions_in(host_.data(), host_capacity_, head), size(compressed())};
+}
+
+HeadOrder LayerStore::order(std::int64_t head) const {
+  HeadOrder result = orders_[size(head)];
+  const std::span<const std::uint32_t> position = positions(head);
+  result.position.assign(position.begin(), position.end());
+  return result;
 }
 
 std::vector<Positive16> LayerStore::odds(std::int64_t head, cudaStream_t stream) const {
@@ -84,10 +90,13 @@ void LayerStore::set_views() {
   for (std::int64_t h = 0; h < heads(); ++h) {
     HeadView& view = views_[size(h)];
     view.host_rows = host_.device() + h * host_capacity_ * layer_->row_bytes();
+    view.place_position = positions_in(host_.device(), host_capacity_, h);
     view.codes = codes_.data() + h * sketch_capacity_ * code_bytes();
     view.scales = scales_.data() + h * sketch_capacity_;
     view.odds = odds_.data() + h * sketch_capacity_;
     view.channel_means = channel_means_.data() + h * round_up(layer_->key_dim, 4);
+    view.centroids = centroids_.data() + h * centroid_bytes(sketch_capacity_);
+    view.spreads = spreads_.data() + h * spread_capacity(sketch_capacity_);
   }
 }
 
@@ -102,13 +111,13 @@ void LayerStore::allocate_residents(Change& change, std::int64_t spare) const {
   }
   change.resident_keys = DeviceBuffer<std::byte>(all * key_bytes(), "resident keys");
   change.resident_values = DeviceBuffer<std::byte>(all * value_bytes(), "resident values");
-  change.resident_position = DeviceBuffer<std::uint32_t>(all, "resident positions");
+  change.resident_place = DeviceBuffer<std::uint32_t>(all, "resident places");
   std::int64_t first = 0;
   for (std::size_t h = 0; h < change.views.size(); ++h) {
     HeadView& view = change.views[h];
     view.resident_keys = change.resident_keys.data() + first * key_bytes();
     view.resident_values = change.resident_values.data() + first * value_bytes();
-    view.resident_position = change.resident_position.data() + first;
+    view.resident_place = change.resident_place.data() + first;
     first += change.resident_capacity[h];
   }
 }
@@ -131,13 +140,16 @@ void LayerStore::grow_host(Change& change, std::int64_t tokens, cudaStream_t str
   change.host_capacity = grown(tokens, host_capacity_);
   if (change.host_capacity == host_capacity_) return;
   const std::int64_t row = layer_->row_bytes();
-  change.host = HostBuffer(heads() * change.host_capacity * row, "the host tier", require_pinned_);
+  change.host = HostBuffer(heads() * change.host_capacity * (row + kPositionBytes), "the host tier",
+                           require_pinned_);
   if (this->tokens() == 0) return;
   // The host copies, so what kernels have still to write there must have come.
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
   for (std::int64_t h = 0; h < heads(); ++h) {
     std::memcpy(change.host.data() + h * change.host_capacity * row,
                 host_.data() + h * host_capacity_ * row, size(this->tokens() * row));
+    std::copy_n(positions_in(host_.data(), host_capacity_, h), compressed(),
+                positions_in(change.host.data(), change.host_capacity, h));
   }
 }
 
@@ -171,7 +183,7 @@ void LayerStore::reserve_append(std::int64_t count, HeadView* table, cudaStream_
                                        cudaMemcpyDeviceToDevice, stream));
       VERKV_CUDA_CHECK(cudaMemcpyAsync(to.resident_values, from.resident_values,
                                        size(n * value_bytes()), cudaMemcpyDeviceToDevice, stream));
-      VERKV_CUDA_CHECK(cudaMemcpyAsync(to.resident_position, from.resident_position, size(4 * n),
+      VERKV_CUDA_CHECK(cudaMemcpyAsync(to.resident_place, from.resident_place, size(4 * n),
                                        cudaMemcpyDeviceToDevice, stream));
     }
   }
@@ -208,176 +220,6 @@ void LayerStore::write_table(HeadView* table, cudaStream_t stream) const {
   write_views(views_, table, stream);
 }
 
-void LayerStore::reserve_sketch(std::int64_t end, cudaStream_t stream) {
-  const std::int64_t capacity = grown(end, sketch_capacity_);
-  if (capacity <= sketch_capacity_) return;
-  DeviceBuffer<Positive16> odds(heads() * capacity, "odds");
-  DeviceBuffer<std::uint8_t> codes(heads() * capacity * code_bytes(), "codes");
-  DeviceBuffer<Positive16> scales(coded() ? heads() * capacity : 0, "scales");
-  DeviceBuffer<float> means;
-  if (coded() && channel_means_.size() == 0) {
-    means = DeviceBuffer<float>(heads() * round_up(layer_->key_dim, 4), "channel means");
-  }
-  // A step reads whole groups, so what pads the last one is written too.
-  const auto clear = [stream](auto& buffer) {
-    if (buffer.size() == 0) return;
-    VERKV_CUDA_CHECK(cudaMemsetAsync(buffer.data(), 0, size(buffer.bytes()), stream));
-  };
-  clear(odds);
-  clear(codes);
-  clear(scales);
-  const std::int64_t used = compressed();
-  copy_heads(odds.data(), capacity, odds_.data(), sketch_capacity_, used, heads(), stream);
-  if (coded()) {
-    const std::int64_t code = code_bytes();
-    copy_heads(codes.data(), capacity * code, codes_.data(), sketch_capacity_ * code,
-               round_up(used, kSketchGroup) * code, heads(), stream);
-    copy_heads(scales.data(), capacity, scales_.data(), sketch_capacity_, used, heads(), stream);
-  }
-  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
-  // The old blocks go at the end of this scope. The table names them until it is rewritten, which
-  // the caller does before it enqueues anything more.
-  odds_.swap(odds);
-  codes_.swap(codes);
-  scales_.swap(scales);
-  if (means.size() > 0) channel_means_.swap(means);
-  sketch_capacity_ = capacity;
-  set_views();
-}
-
-void LayerStore::take_bases(std::span<HeadCompression> compressions, cudaStream_t stream) {
-  // Codes of other bases, of a compression that failed, have no place here.
-  bases_.clear();
-  for (HeadCompression& head : compressions) bases_.push_back(std::move(head.basis));
-  sketch_capacity_ = 0;
-  std::vector<Half> query;
-  std::vector<std::int64_t> begin;
-  for (const SketchBasis& basis : bases_) {
-    begin.push_back(static_cast<std::int64_t>(query.size()));
-    query.insert(query.end(), basis.query.begin(), basis.query.end());
-  }
-  DeviceBuffer<Half> buffer(static_cast<std::int64_t>(query.size()), "the bases of the sketch");
-  VERKV_CUDA_CHECK(cudaMemcpyAsync(buffer.data(), query.data(), size(buffer.bytes()),
-                                   cudaMemcpyHostToDevice, stream));
-  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
-  basis_query_.swap(buffer);
-  for (std::size_t h = 0; h < bases_.size(); ++h) {
-    HeadView& view = views_[h];
-    view.sketch_dim = bases_[h].shape.dim;
-    view.sketch_fine = bases_[h].shape.fine;
-    view.sketch_bands = bases_[h].bands;
-    view.basis_unit = bases_[h].unit;
-    view.basis_query = basis_query_.data() + begin[h];
-  }
-}
-
-DeviceBuffer<float> LayerStore::open_sketch(std::int64_t end, HeadView* table,
-                                            cudaStream_t stream) {
-  DeviceBuffer<float> encode;
-  std::vector<std::int64_t> at;
-  if (coded()) {
-    std::vector<float> matrices;
-    for (const SketchBasis& basis : bases_) {
-      at.push_back(static_cast<std::int64_t>(matrices.size()));
-      matrices.insert(matrices.end(), basis.encode.begin(), basis.encode.end());
-    }
-    encode = DeviceBuffer<float>(static_cast<std::int64_t>(matrices.size()), "a compression");
-    VERKV_CUDA_CHECK(cudaMemcpyAsync(encode.data(), matrices.data(), size(encode.bytes()),
-                                     cudaMemcpyHostToDevice, stream));
-    VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
-  }
-  reserve_sketch(end, stream);
-  // Only the table that is written now names the matrices, which go after this compression.
-  std::vector<HeadView> views = views_;
-  for (std::size_t h = 0; h < at.size(); ++h) views[h].basis_encode = encode.data() + at[h];
-  write_views(views, table, stream);
-  return encode;
-}
-
-LayerStore::Draw LayerStore::upload(std::span<const Positions> drawn, cudaStream_t stream) {
-  Draw result;
-  for (const Positions& head : drawn)
-    result.stride = std::max(result.stride, static_cast<std::int64_t>(head.size()));
-  if (result.stride == 0) return result;
-  std::vector<std::uint32_t> all(drawn.size() * size(result.stride));
-  for (std::size_t h = 0; h < drawn.size(); ++h) {
-    std::copy(drawn[h].begin(), drawn[h].end(),
-              all.begin() + static_cast<std::int64_t>(h) * result.stride);
-  }
-  result.positions = DeviceBuffer<std::uint32_t>(static_cast<std::int64_t>(all.size()), "a draw");
-  VERKV_CUDA_CHECK(cudaMemcpyAsync(result.positions.data(), all.data(),
-                                   size(result.positions.bytes()), cudaMemcpyHostToDevice, stream));
-  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
-  return result;
-}
-
-DeviceBuffer<HeadView> LayerStore::gather(const Change& change, const Draw& draw, bool keeps_drawn,
-                                          const HeadView* table, cudaStream_t stream) const {
-  DeviceBuffer<HeadView> next(heads(), "a draw");
-  VERKV_CUDA_CHECK(cudaMemcpyAsync(next.data(), change.views.data(), size(next.bytes()),
-                                   cudaMemcpyHostToDevice, stream));
-  GatherArguments arguments;
-  arguments.from = table;
-  arguments.to = next.data();
-  arguments.keeps_drawn = keeps_drawn;
-  arguments.position = draw.positions.data();
-  arguments.stride = draw.stride;
-  arguments.most_residents = change.most_residents;
-  VERKV_CUDA_CHECK(launch_gather_residents(*layer_, arguments, stream));
-  return next;
-}
-
-LayerStore::Change LayerStore::compress(std::span<HeadCompression> compressions, std::int64_t spare,
-                                        bool zero_scores, HeadView* table, cudaStream_t stream) {
-  const std::int64_t begin = compressed();
-  const std::int64_t end = compressions.front().end();
-  if (coded() && begin == 0) take_bases(compressions, stream);
-  const DeviceBuffer<float> matrices = open_sketch(end, table, stream);
-
-  // Beyond `compressed` nothing is looked at, so all of this may be written in place.
-  for (std::size_t h = 0; h < compressions.size(); ++h) {
-    const std::vector<Positive16>& odds = compressions[h].odds;
-    VERKV_CUDA_CHECK(cudaMemcpyAsync(
-        odds_.data() + static_cast<std::int64_t>(h) * sketch_capacity_ + begin, odds.data(),
-        odds.size() * sizeof(Positive16), cudaMemcpyHostToDevice, stream));
-  }
-  if (coded()) {
-    if (begin == 0) VERKV_CUDA_CHECK(launch_channel_means(*layer_, table, end, stream));
-    VERKV_CUDA_CHECK(launch_encode(*layer_, table, end, stream));
-  }
-  Change change;
-  change.views = views_;
-  change.orders = orders_;
-  std::vector<Positions> positions;
-  for (std::size_t h = 0; h < change.views.size(); ++h) {
-    change.views[h].compressed = end;
-    change.views[h].drawn += static_cast<std::int64_t>(compressions[h].drawn.size());
-    reserve_walks(change.orders[h], compressions[h].order);
-    take_walks(change.orders[h], std::move(compressions[h].order));
-    positions.push_back(std::move(compressions[h].drawn));
-  }
-  const Draw drawn = upload(positions, stream);
-  allocate_residents(change, spare);
-  allocate_window(change, tokens() - end + spare);
-  const DeviceBuffer<HeadView> next = gather(change, drawn, true, table, stream);
-  VERKV_CUDA_CHECK(launch_move_window(*layer_, table, next.data(), zero_scores, stream));
-  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
-  return change;
-}
-
-LayerStore::Change LayerStore::redraw(std::span<const Positions> drawn, std::int64_t spare,
-                                      HeadView* table, cudaStream_t stream) const {
-  Change change;
-  change.views = views_;
-  for (std::size_t h = 0; h < change.views.size(); ++h)
-    change.views[h].drawn = static_cast<std::int64_t>(drawn[h].size());
-  const Draw copy = upload(drawn, stream);
-  allocate_residents(change, spare);
-  const DeviceBuffer<HeadView> next = gather(change, copy, false, table, stream);
-  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
-  return change;
-}
-
 void LayerStore::take(Change&& change, HeadView* table, cudaStream_t stream) {
   views_ = std::move(change.views);
   if (!change.orders.empty()) orders_ = std::move(change.orders);
@@ -390,7 +232,17 @@ void LayerStore::take(Change&& change, HeadView* table, cudaStream_t stream) {
     resident_capacity_ = std::move(change.resident_capacity);
     resident_keys_.swap(change.resident_keys);
     resident_values_.swap(change.resident_values);
-    resident_position_.swap(change.resident_position);
+    resident_place_.swap(change.resident_place);
+  }
+  // A cluster that was not full is that of the old state until now.
+  if (change.spreads.size() > 0) {
+    const std::int64_t added = change.spreads.size() / heads();
+    const std::int64_t bytes = added * value_bytes();
+    copy_heads(centroids_.data() + change.first_cluster * value_bytes(),
+               centroid_bytes(sketch_capacity_), change.centroids.data(), bytes, bytes, heads(),
+               stream);
+    copy_heads(spreads_.data() + change.first_cluster, spread_capacity(sketch_capacity_),
+               change.spreads.data(), added, added, heads(), stream);
   }
   if (change.moves_window) {
     window_capacity_ = change.window_capacity;
@@ -439,19 +291,26 @@ void LayerStore::add_memory(MemoryReport& report) const {
     }
     used.sketch_bytes = codes + heads() * (2 * padded + 4 * layer_->key_dim) + basis_query_.bytes();
   }
+  if (layer_->clusters) {
+    const std::int64_t spread = sizeof(Positive16);
+    used.sketch_bytes += heads() * clusters_of(end) * (value_bytes() + spread);
+  }
+  const std::int64_t positions = heads() * end * kPositionBytes;
+  used.basis_bytes += positions;
   for (const HeadOrder& order : orders_) used.basis_bytes += order.bytes();
   used.metadata_bytes = 4 * residents + heads() * (2 * padded + 8 * (tokens() - end));
   const std::int64_t allocated = host_.bytes() + resident_keys_.bytes() + resident_values_.bytes() +
-                                 resident_position_.bytes() + window_square_.bytes() +
+                                 resident_place_.bytes() + window_square_.bytes() +
                                  window_steps_.bytes() + codes_.bytes() + scales_.bytes() +
-                                 odds_.bytes() + channel_means_.bytes() + basis_query_.bytes();
+                                 odds_.bytes() + channel_means_.bytes() + basis_query_.bytes() +
+                                 centroids_.bytes() + spreads_.bytes();
   report.host_bytes += used.host_bytes;
   report.resident_bytes += used.resident_bytes;
   report.sketch_bytes += used.sketch_bytes;
   report.basis_bytes += used.basis_bytes;
   report.metadata_bytes += used.metadata_bytes;
   if (host_.pageable()) report.pageable_bytes += host_.bytes();
-  report.reserved_bytes += allocated - used.host_bytes - used.fast_bytes();
+  report.reserved_bytes += allocated - used.host_bytes - positions - used.fast_bytes();
 }
 
 }  // namespace verkv::cuda

@@ -22,7 +22,7 @@
 
 namespace verkv::cuda {
 
-// Positions and lengths are as HeadView says; tokens and compressed are equal for all KV heads.
+// Places and lengths are as HeadView says; tokens and compressed are equal for all KV heads.
 // Growth, compression and redraw wait for the stream; append into room that is there does not.
 class LayerStore {
  public:
@@ -57,7 +57,7 @@ class LayerStore {
     std::vector<std::int64_t> resident_capacity;
     DeviceBuffer<std::byte> resident_keys;
     DeviceBuffer<std::byte> resident_values;
-    DeviceBuffer<std::uint32_t> resident_position;
+    DeviceBuffer<std::uint32_t> resident_place;
     DeviceBuffer<float> window_square;
     DeviceBuffer<std::uint32_t> window_steps;
     std::int64_t window_capacity = 0;
@@ -65,7 +65,13 @@ class LayerStore {
     std::int64_t most_residents = 0;
     HostBuffer host;  // where the host tier grows
     std::int64_t host_capacity = 0;
-    std::vector<HeadOrder> orders;  // of a compression: all walks, [KV head]
+    std::vector<HeadOrder> orders;  // of a compression: as LayerStore's, [KV head]
+    // Of a compression: the clusters from `first_cluster` on, [KV head][cluster][value_dim] and
+    // [KV head][cluster]. The first of them may have begun before, and is in the store as it was
+    // until then.
+    DeviceBuffer<std::byte> centroids;
+    DeviceBuffer<Positive16> spreads;
+    std::int64_t first_cluster = 0;
   };
 
   // Computes a compression: one element of `heads` per KV head, in order, all of the same positions
@@ -77,16 +83,25 @@ class LayerStore {
   // Rows of one KV head on the host tier. What the stream has still to write is not there yet.
   Rows host_keys(std::int64_t head) const;
   Rows host_values(std::int64_t head) const;
-  // The walks of a spread sample; empty otherwise.
-  const HeadOrder& order(std::int64_t head) const {
-    return orders_[static_cast<std::size_t>(head)];
+  // Of one KV head; empty before the first compression.
+  const OrderDirections& directions(std::int64_t head) const {
+    return orders_[static_cast<std::size_t>(head)].directions;
   }
-  // Of the compressed tokens of one KV head. Waits for the stream.
+  // Of the compressed tokens of one KV head, by place; what the stream has still to write is not
+  // there yet.
+  std::span<const std::uint32_t> positions(std::int64_t head) const;
+  // HeadOrder::open_odds of one KV head.
+  std::span<const Positive16> open_odds(std::int64_t head) const {
+    return orders_[static_cast<std::size_t>(head)].open_odds;
+  }
+  // A copy of the order of one KV head. Allocates.
+  HeadOrder order(std::int64_t head) const;
+  // Of the compressed tokens of one KV head, by place. Waits for the stream.
   std::vector<Positive16> odds(std::int64_t head, cudaStream_t stream) const;
   // The residents where `drawn`, ascending, of each KV head, are those of the compressed part.
   // Waits for the stream.
-  using Positions = std::vector<std::uint32_t>;
-  Change redraw(std::span<const Positions> drawn, std::int64_t spare, HeadView* table,
+  using Places = std::vector<std::uint32_t>;
+  Change redraw(std::span<const Places> drawn, std::int64_t spare, HeadView* table,
                 cudaStream_t stream) const;
   // Puts it in force. Waits for the stream.
   void take(Change&& change, HeadView* table, cudaStream_t stream);
@@ -103,6 +118,8 @@ class LayerStore {
   std::int64_t heads() const { return static_cast<std::int64_t>(views_.size()); }
   std::int64_t key_bytes() const;
   std::int64_t value_bytes() const;
+  // Positions of the places of one KV head in a block of the host tier for `capacity` tokens.
+  std::uint32_t* positions_in(std::byte* block, std::int64_t capacity, std::int64_t head) const;
   void grow_host(Change& change, std::int64_t tokens, cudaStream_t stream) const;
   void reserve_sketch(std::int64_t end, cudaStream_t stream);
   // Buffers for these numbers of residents and window tokens; views point into them.
@@ -115,19 +132,27 @@ class LayerStore {
   bool coded() const { return has_codes(layer_->sketch.kind); }
   // Bytes of codes of a token that each head has room for.
   std::int64_t code_bytes() const;
+  // Bytes of the centroids and number of spreads of a head with room for so many compressed tokens.
+  std::int64_t centroid_bytes(std::int64_t capacity) const;
+  std::int64_t spread_capacity(std::int64_t capacity) const;
   // The bases of a first compression; the queries' side goes to the device.
   void take_bases(std::span<HeadCompression> compressions, cudaStream_t stream);
-  // Room for the sketch of positions [0, end), and the table with the keys' side of the bases,
+  // Writes the positions of the places of a compression, and adds its walks to `orders`.
+  void add_places(std::span<HeadCompression> compressions, std::vector<HeadOrder>& orders) const;
+  // Uploads the clusters of a compression. Waits for the stream.
+  void upload_clusters(std::span<const HeadCompression> compressions, Change& change,
+                       cudaStream_t stream) const;
+  // Room for the sketch of places [0, end), and the table with the keys' side of the bases,
   // which the result holds: the table names it until it is written anew.
   DeviceBuffer<float> open_sketch(std::int64_t end, HeadView* table, cudaStream_t stream);
 
-  // Positions drawn, ascending: [KV head][stride].
+  // Places drawn, ascending: [KV head][stride].
   struct Draw {
-    DeviceBuffer<std::uint32_t> positions;
+    DeviceBuffer<std::uint32_t> places;
     std::int64_t stride = 0;
   };
   // Waits for the stream.
-  static Draw upload(std::span<const Positions> drawn, cudaStream_t stream);
+  static Draw upload(std::span<const Places> drawn, cudaStream_t stream);
   // Enqueues the rows of the residents of `change`. The result, its views on the device, must be
   // kept until the stream has been waited for.
   DeviceBuffer<HeadView> gather(const Change& change, const Draw& draw, bool keeps_drawn,
@@ -137,11 +162,13 @@ class LayerStore {
   bool require_pinned_;
   std::vector<HeadView> views_;
   std::int64_t host_capacity_ = 0;  // tokens of each head
+  // Rows [KV head][token], then the positions of places [KV head][place]: one block, since both
+  // are read by the device in place.
   HostBuffer host_;
   std::vector<std::int64_t> resident_capacity_;  // of each head
   DeviceBuffer<std::byte> resident_keys_;
   DeviceBuffer<std::byte> resident_values_;
-  DeviceBuffer<std::uint32_t> resident_position_;
+  DeviceBuffer<std::uint32_t> resident_place_;
   std::int64_t window_capacity_ = 0;
   DeviceBuffer<float> window_square_;
   DeviceBuffer<std::uint32_t> window_steps_;
@@ -150,8 +177,10 @@ class LayerStore {
   DeviceBuffer<Positive16> scales_;
   DeviceBuffer<Positive16> odds_;
   DeviceBuffer<float> channel_means_;
-  std::vector<SketchBasis> bases_;  // [KV head], calibrated
-  std::vector<HeadOrder> orders_;   // [KV head]
+  DeviceBuffer<std::byte> centroids_;  // [KV head][centroid_bytes(sketch_capacity_)]
+  DeviceBuffer<Positive16> spreads_;   // [KV head][spread_capacity(sketch_capacity_)]
+  std::vector<SketchBasis> bases_;     // [KV head], calibrated
+  std::vector<HeadOrder> orders_;      // [KV head]; their positions are in host_
   DeviceBuffer<Half> basis_query_;
 };
 

@@ -19,9 +19,10 @@ namespace verkv::cuda {
 
 // One (sequence, layer, KV head). Lives in device memory, in a table [slot][KV head] per layer, so
 // that a captured step sees lengths that changed since.
-// Positions [0, compressed) have sketch and odds; of them the first `drawn` resident slots hold
-// those drawn, in order of position. Positions [compressed, tokens) are the local window, in the
-// resident slots that follow: residents = drawn + tokens - compressed.
+// Positions [0, compressed) have sketch and odds, which lie in the order of HeadOrder, by *place*;
+// of them the first `drawn` resident slots hold those drawn, in order of place. Positions
+// [compressed, tokens) are the local window, in the resident slots that follow, and their places
+// are their positions: residents = drawn + tokens - compressed.
 // Every array starts at a multiple of 16 bytes: kernels read codes, scales and odds by
 // words and rows by 16 bytes where their parts are multiples of that.
 struct HeadView {
@@ -31,15 +32,22 @@ struct HeadView {
   // Host tier: key and value of a token side by side, rows of row_bytes(layer) bytes. Main memory
   // by the address that the device reads it at (host_buffer.hpp).
   const std::byte* host_rows = nullptr;
+  // Positions of places [0, compressed); beside the host tier, so that the fast tier need not hold
+  // what only tokens that move are asked for.
+  const std::uint32_t* place_position = nullptr;
   // Fast tier, by resident slot.
   std::byte* resident_keys = nullptr;
   std::byte* resident_values = nullptr;
-  std::uint32_t* resident_position = nullptr;
-  // Fast tier, by position; whole groups of 16 are readable.
+  std::uint32_t* resident_place = nullptr;
+  // Fast tier, by place; whole groups of 16 are readable.
   std::uint8_t* codes = nullptr;
   Positive16* scales = nullptr;
   Positive16* odds = nullptr;
   float* channel_means = nullptr;
+  // Fast tier, by cluster: centroids, rows of value_dim elements, and spreads
+  // (src/compression.hpp); null unless LayerView::clusters.
+  std::byte* centroids = nullptr;
+  Positive16* spreads = nullptr;
   // The form of the head's codes, and its basis (src/sketch_basis.hpp).
   std::int32_t sketch_dim = 0;
   std::int32_t sketch_fine = 0;
@@ -64,6 +72,7 @@ struct LayerView {
   float soft_cap = 0;  // 0: none
   DType storage = DType::f16;
   SketchShape sketch;                   // the largest; each head has its own
+  bool clusters = false;                // estimates by clusters
   SketchLevels levels = kSketchLevels;  // device code cannot index constants of the host
   FetchFlags fetch;
   StopRules rules;

@@ -3,10 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 #include <optional>
 #include <utility>
 
+#include <verkv/clusters.hpp>
 #include <verkv/error.hpp>
 #include <verkv/inclusion.hpp>
 
@@ -67,6 +69,19 @@ void check_importance(const ImportanceView& view, std::size_t layer) {
         "layer {}, head {}, token {}: importance {}; scores must be finite and not negative", layer,
         h, *bad, scores[static_cast<std::size_t>(*bad)]));
   }
+}
+
+// The first of the new clusters may have begun before.
+void add_clusters(HeadCompression& head, const HeadRows& rows) {
+  std::vector<std::uint32_t> position(
+      rows.positions.end() - static_cast<std::ptrdiff_t>(rows.open_odds.size()),
+      rows.positions.end());
+  position.insert(position.end(), head.order.position.begin(), head.order.position.end());
+  std::vector<Positive16> odds(rows.open_odds.begin(), rows.open_odds.end());
+  odds.insert(odds.end(), head.odds.begin(), head.odds.end());
+  head.clusters = make_clusters(rows.values, position, odds);
+  const std::ptrdiff_t open = static_cast<std::ptrdiff_t>(odds.size() % kClusterTokens);
+  head.order.open_odds.assign(odds.end() - open, odds.end());
 }
 
 }  // namespace
@@ -250,8 +265,7 @@ bool Compressor::needs_basis(const HeadCompression& head) const {
 
 void Compressor::complete_head(HeadCompression& head, const HeadRows& rows,
                                std::span<const TensorView> prompt_queries) const {
-  const bool spreads = config_.study.select == Selection::spread;
-  const bool opens = spreads && head.begin == 0;
+  const bool opens = head.begin == 0;
   if (needs_basis(head)) {
     std::vector<float> queries;
     if (!prompt_queries.empty()) {
@@ -260,7 +274,7 @@ void Compressor::complete_head(HeadCompression& head, const HeadRows& rows,
                                static_cast<std::int64_t>(head.head) * group, group);
     }
     head.basis = make_basis(config_.sketch.bits, rows.keys, head.odds, head.importance, queries,
-                            config_.seed, opens ? &head.order.directions.key : nullptr);
+                            config_.seed, &head.order.directions.key);
   } else if (opens) {
     head.order.directions.key =
         order_directions(rows.keys, head.odds, head.importance, kOrderKeys, 1);
@@ -268,12 +282,20 @@ void Compressor::complete_head(HeadCompression& head, const HeadRows& rows,
   if (opens) {
     head.order.directions.value =
         order_directions(rows.values, head.odds, head.importance, kOrderValues, kOrderValueWeight);
+  } else {
+    head.order.directions = *rows.directions;
   }
-  if (spreads) {
-    if (!opens) head.order.directions = *rows.directions;
-    add_walks(head.order, rows.keys, rows.values, head.odds, head.begin, head.walk_tokens);
+  add_places(head.order, rows.keys, rows.values, head.begin,
+             static_cast<std::int64_t>(head.odds.size()), head.walk_tokens);
+  head.odds = odds_by_place(head.odds, head.begin, head.order);
+  head.drawn = draw_places(head.draw, config_.study.select, head.odds, head.begin, head.order);
+  switch (config_.study.estimator) {
+    case Estimator::plain:
+      break;
+    case Estimator::clusters:
+      add_clusters(head, rows);
+      break;
   }
-  head.drawn = draw_positions(head.draw, head.odds, head.begin, head.order);
 }
 
 void Compressor::complete(std::span<HeadCompression> heads,
@@ -307,52 +329,102 @@ std::vector<float> order_directions(const Rows& rows, std::span<const Positive16
   return leading_directions(StoredTokens(rows, odds, importance, kOrderTokens), count, size);
 }
 
-void add_walks(HeadOrder& order, const Rows& keys, const Rows& values,
-               std::span<const Positive16> odds, std::int64_t begin, std::int64_t walk_tokens) {
-  const std::int64_t count = static_cast<std::int64_t>(odds.size());
+void add_places(HeadOrder& order, const Rows& keys, const Rows& values, std::int64_t begin,
+                std::int64_t count, std::int64_t walk_tokens) {
   for (std::int64_t walk = 0; walk < count; walk += walk_tokens) {
     const std::size_t first = order.position.size();
-    for (std::int64_t i = walk; i < std::min(count, walk + walk_tokens); ++i) {
-      const double r = inclusion_of(odds[static_cast<std::size_t>(i)]);
-      if (r > 0 && r < 1) order.position.push_back(static_cast<std::uint32_t>(begin + i));
-    }
-    if (order.position.size() == first) continue;
+    for (std::int64_t i = walk; i < std::min(count, walk + walk_tokens); ++i)
+      order.position.push_back(static_cast<std::uint32_t>(begin + i));
     spread_order(order.directions, keys, values, std::span(order.position).subspan(first));
     order.walk_end.push_back(static_cast<std::uint32_t>(order.position.size()));
   }
 }
 
-std::vector<std::uint32_t> draw_positions(const DrawId& id, std::span<const Positive16> odds,
-                                          std::int64_t begin, const HeadOrder& order) {
-  const bool walks = !order.position.empty();
-  std::vector<std::uint8_t> kept(odds.size());
-  for (std::size_t i = 0; i < odds.size(); ++i) {
-    const double r = inclusion_of(odds[i]);
-    // Tokens of the walks come below.
-    kept[i] = walks ? r >= 1 : drawn(id, static_cast<std::uint64_t>(begin) + i, r);
-  }
-  const auto at = [begin](std::uint32_t position) {
-    return static_cast<std::size_t>(static_cast<std::int64_t>(position) - begin);
-  };
-  std::vector<double> r;
-  for (const std::uint32_t position : order.position) r.push_back(inclusion_of(odds[at(position)]));
-  std::vector<std::uint8_t> in(r.size());
-  std::size_t first = 0;
-  for (const std::uint32_t end : order.walk_end) {
-    const std::size_t count = end - first;
-    pivotal_draw(id, std::span(order.position).subspan(first, count),
-                 std::span<const double>(r).subspan(first, count),
-                 std::span(in).subspan(first, count));
-    first = end;
-  }
-  for (std::size_t k = 0; k < in.size(); ++k) kept[at(order.position[k])] = in[k];
+std::vector<Positive16> odds_by_place(std::span<const Positive16> odds, std::int64_t begin,
+                                      const HeadOrder& order) {
+  std::vector<Positive16> result;
+  result.reserve(odds.size());
+  for (const std::uint32_t position : order.position)
+    result.push_back(odds[position - static_cast<std::size_t>(begin)]);
+  return result;
+}
 
+std::vector<std::uint32_t> draw_places(const DrawId& id, Selection select,
+                                       std::span<const Positive16> odds, std::int64_t begin,
+                                       const HeadOrder& order) {
+  const std::span<const std::uint32_t> position(order.position);
+  std::vector<double> r;
+  for (const Positive16 x : odds) r.push_back(inclusion_of(x));
+  std::vector<std::uint8_t> kept(odds.size());
+  if (select == Selection::spread) {
+    std::size_t first = 0;
+    for (const std::uint32_t end : order.walk_end) {
+      const std::size_t count = end - first;
+      pivotal_draw(id, position.subspan(first, count),
+                   std::span<const double>(r).subspan(first, count),
+                   std::span(kept).subspan(first, count));
+      first = end;
+    }
+  } else {
+    for (std::size_t i = 0; i < kept.size(); ++i) kept[i] = drawn(id, position[i], r[i]);
+  }
   std::vector<std::uint32_t> result;
   for (std::size_t i = 0; i < kept.size(); ++i) {
     if (kept[i] != 0)
       result.push_back(static_cast<std::uint32_t>(static_cast<std::uint64_t>(begin) + i));
   }
   return result;
+}
+
+Clusters make_clusters(const Rows& values, std::span<const std::uint32_t> position,
+                       std::span<const Positive16> odds) {
+  return with_element(values.type, [&](auto zero) {
+    using Element = decltype(zero);
+    const Element* rows = static_cast<const Element*>(values.data);
+    const std::size_t dim = static_cast<std::size_t>(values.dim);
+    Clusters result;
+    std::vector<double> sum(dim);
+    for (std::size_t first = 0; first < position.size(); first += kClusterTokens) {
+      const std::size_t end = std::min(position.size(), first + kClusterTokens);
+      const auto is_low = [&](std::size_t i) { return odds[i].bits < kPositive16Infinity.bits; };
+      double all = 0;
+      for (std::size_t i = first; i < end; ++i) all += is_low(i) ? inclusion_of(odds[i]) : 0.0;
+      const bool weighed = all > 0;
+      const auto weight = [&](std::size_t i) {
+        return !is_low(i) ? 0.0 : weighed ? inclusion_of(odds[i]) : 1.0;
+      };
+      const auto row = [&](std::size_t i) {
+        return rows + static_cast<std::int64_t>(position[i]) * values.stride;
+      };
+      std::fill(sum.begin(), sum.end(), 0.0);
+      double total = 0;
+      for (std::size_t i = first; i < end; ++i) {
+        if (!(weight(i) > 0)) continue;
+        total += weight(i);
+        for (std::size_t j = 0; j < dim; ++j)
+          sum[j] += weight(i) * static_cast<double>(to_float(row(i)[j]));
+      }
+      std::vector<double> mean;
+      for (const double x : sum) {
+        const Element stored = from_float<Element>(static_cast<float>(total > 0 ? x / total : 0));
+        mean.push_back(static_cast<double>(to_float(stored)));
+        const auto* bytes = reinterpret_cast<const std::byte*>(&stored);
+        result.centroids.insert(result.centroids.end(), bytes, bytes + sizeof stored);
+      }
+      double square = 0;
+      for (std::size_t i = first; i < end; ++i) {
+        if (!(weight(i) > 0)) continue;
+        for (std::size_t j = 0; j < dim; ++j) {
+          const double off = static_cast<double>(to_float(row(i)[j])) - mean[j];
+          square += weight(i) * off * off;
+        }
+      }
+      const double spread =
+          total > 0 ? std::min(std::sqrt(square / total), static_cast<double>(kMostSpread)) : 0;
+      result.spread.push_back(to_positive16(static_cast<float>(spread)));
+    }
+    return result;
+  });
 }
 
 std::vector<float> gather_queries(const TensorView& view, std::size_t layer,

@@ -30,6 +30,12 @@ struct LayerLengths {
   std::int64_t compressed = 0;
 };
 
+// Centroids of clusters, [cluster][value_dim], as stored, and their spreads.
+struct Clusters {
+  std::vector<std::byte> centroids;
+  std::vector<Positive16> spread;
+};
+
 // One KV head's share of a compression: positions [begin, end()).
 struct HeadCompression {
   std::size_t layer = 0;
@@ -41,25 +47,31 @@ struct HeadCompression {
   // leaves it: a basis that is made now counts all positions alike.
   const float* importance = nullptr;
   DrawId draw;
+  // By position until complete, then by place.
   std::vector<Positive16> odds;
-  // Tokens of each walk of a spread sample: a chunk.
+  // Tokens of each walk: a chunk, or all.
   std::int64_t walk_tokens = 0;
   // The rest is filled by complete. Where needs_basis says so; otherwise it has no rows.
   SketchBasis basis;
-  // Of a spread sample: the walks, and at a first compression the directions.
+  // Places begin .. end() - 1, and the directions, at a first compression made now.
   HeadOrder order;
-  // Positions that stay on the fast tier, ascending.
+  // Places that stay on the fast tier, ascending.
   std::vector<std::uint32_t> drawn;
+  // Of Estimator::clusters: the clusters of these places.
+  Clusters clusters;
 
   std::int64_t end() const { return begin + static_cast<std::int64_t>(odds.size()); }
 };
 
-// What a store says of a head that is compressed: its rows on the host tier, from position 0, and
-// the directions of its order, empty before its first compression.
+// What a store says of a head that is compressed: its rows on the host tier, from position 0; the
+// directions of its order, empty before its first compression; positions of the places that it has;
+// HeadOrder::open_odds.
 struct HeadRows {
   Rows keys;
   Rows values;
   const OrderDirections* directions = nullptr;
+  std::span<const std::uint32_t> positions;
+  std::span<const Positive16> open_odds;
 };
 
 // The rules of a configuration. Const functions keep no state: any thread may call.
@@ -100,7 +112,7 @@ class VERKV_API Compressor {
   // Whether the head's basis is made now: at its first compression, if the sketch has one.
   bool needs_basis(const HeadCompression& head) const;
 
-  // Makes the bases and orders that are needed, and draws.
+  // Makes the bases that are needed and the orders, puts the odds into order, and draws.
   // prompt_queries: one view per layer, host memory, [position][query head][key_dim]; or empty.
   // run(count, task) calls task(0) .. task(count - 1), in any order, on any threads; the tasks do
   // not throw. Throws InvalidArgument, naming layer, position, head and coordinate, on a query that
@@ -145,17 +157,28 @@ inline constexpr std::int64_t kOrderTokens = 1024;
 VERKV_API std::vector<float> order_directions(const Rows& rows, std::span<const Positive16> odds,
                                               const float* importance, int count, double size);
 
-// Adds the walks of positions [begin, begin + odds.size()), one for each walk_tokens of them, to an
-// order that has its directions. Only tokens with 0 < r < 1 take part. Allocates.
-VERKV_API void add_walks(HeadOrder& order, const Rows& keys, const Rows& values,
-                         std::span<const Positive16> odds, std::int64_t begin,
-                         std::int64_t walk_tokens);
+// Adds the places of positions [begin, begin + count), a walk for each walk_tokens of them, to an
+// order that has its directions. Allocates.
+VERKV_API void add_places(HeadOrder& order, const Rows& keys, const Rows& values,
+                          std::int64_t begin, std::int64_t count, std::int64_t walk_tokens);
 
-// Which of positions [begin, begin + odds.size()) are drawn, ascending: those of the walks by
-// pivotal_draw along each of them, all others independently. Allocates.
-VERKV_API std::vector<std::uint32_t> draw_positions(const DrawId& id,
-                                                    std::span<const Positive16> odds,
-                                                    std::int64_t begin, const HeadOrder& order);
+// Odds of positions begin and later, as the places of `order` have them. Allocates.
+VERKV_API std::vector<Positive16> odds_by_place(std::span<const Positive16> odds,
+                                                std::int64_t begin, const HeadOrder& order);
+
+// Which of the places begin, begin + 1, ... are drawn, ascending. `odds` and `order` have these
+// places. By pivotal_draw along each walk for Selection::spread, otherwise independently.
+// Allocates.
+VERKV_API std::vector<std::uint32_t> draw_places(const DrawId& id, Selection select,
+                                                 std::span<const Positive16> odds,
+                                                 std::int64_t begin, const HeadOrder& order);
+
+// Tokens that follow each other in the order, kClusterTokens of them a cluster. Centroid: the mean of
+// the values of those in L, weighed by their inclusion probabilities where there are any, in the rows'
+// type; 0 where no token is in L. Spread: the root of the same mean of squared distances from it.
+// position, odds: of the tokens. Allocates.
+VERKV_API Clusters make_clusters(const Rows& values, std::span<const std::uint32_t> position,
+                                 std::span<const Positive16> odds);
 
 // Query heads [first_head, first_head + group) of a view in host memory, [position and head][dim].
 // Throws as Compressor::complete does.

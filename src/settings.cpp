@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <utility>
 
+#include <verkv/clusters.hpp>
 #include <verkv/error.hpp>
 #include <verkv/sketch.hpp>
 
@@ -59,6 +60,15 @@ bool known(Selection select) {
     case Selection::poisson:
     case Selection::topk:
     case Selection::spread:
+      return true;
+  }
+  return false;
+}
+
+bool known(Estimator estimator) {
+  switch (estimator) {
+    case Estimator::plain:
+    case Estimator::clusters:
       return true;
   }
   return false;
@@ -163,6 +173,7 @@ void check_fetch(const FetchConfig& fetch, Reasons& reasons) {
 
 void check_study(const StudyConfig& study, double keep, Reasons& reasons) {
   reasons.add_unless_known("selection", study.select);
+  reasons.add_unless_known("estimator", study.estimator);
   reasons.add_unless_known("fetch order", study.order);
   if (!(study.inclusion_floor >= 0 && study.inclusion_floor <= keep && study.inclusion_floor < 1)) {
     reasons.add("inclusion floor {}; must lie in [0, keep = {}] and below 1", study.inclusion_floor,
@@ -225,7 +236,7 @@ void check_config(const CacheConfig& config) {
 }
 
 double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType storage,
-                           const SketchConfig& sketch) {
+                           const SketchConfig& sketch, Estimator estimator) {
   if (!(fast_share > 0 && fast_share <= 1))
     invalid("fast share {}; must lie in (0, 1]", fast_share);
   if (layer.key_dim < 1 || layer.key_dim > kMaxDim || layer.value_dim < 1 ||
@@ -235,6 +246,7 @@ double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType st
   Reasons reasons;
   check_storage(storage, reasons);
   check_sketch(sketch, reasons);
+  reasons.add_unless_known("estimator", estimator);
   if (const auto list = reasons.take(); !list.empty()) invalid("{}", fmt::join(list, "; "));
   const double full = static_cast<double>(layer.key_dim + layer.value_dim) *
                       static_cast<double>(size_bytes(storage));
@@ -244,7 +256,16 @@ double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType st
   const int dim = static_cast<int>(layer.key_dim);
   const SketchShape shape{sketch.kind, dim,
                           has_codes(sketch.kind) ? dim * (sketch.bits - 2) / 2 : 0};
-  const double fixed = static_cast<double>(shape.token_bytes()) + sizeof(Positive16);
+  double fixed = static_cast<double>(shape.token_bytes()) + sizeof(Positive16);
+  switch (estimator) {
+    case Estimator::plain:
+      break;
+    case Estimator::clusters:
+      fixed += (static_cast<double>(layer.value_dim) * static_cast<double>(size_bytes(storage)) +
+                sizeof(Positive16)) /
+               static_cast<double>(kClusterTokens);
+      break;
+  }
   const double keep = (fast_share * full - fixed) / (full + sizeof(std::uint32_t));
   if (!(keep > 0)) {
     invalid("a fast share of {} cannot hold the sketch; it needs more than {:.4f}", fast_share,

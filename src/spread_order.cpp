@@ -114,7 +114,7 @@ class Tree {
 
 }  // namespace
 
-void reserve_walks(HeadOrder& order, const HeadOrder& more) {
+void reserve_places(HeadOrder& order, const HeadOrder& more) {
   const auto room = [](auto& vector, std::size_t count) {
     const std::size_t wanted = vector.size() + count;
     if (wanted > vector.capacity())
@@ -124,11 +124,12 @@ void reserve_walks(HeadOrder& order, const HeadOrder& more) {
   room(order.walk_end, more.walk_end.size());
 }
 
-void take_walks(HeadOrder& order, HeadOrder&& more) noexcept {
+void take_places(HeadOrder& order, HeadOrder&& more) noexcept {
   if (order.directions.key.empty()) order.directions = std::move(more.directions);
   const std::uint32_t before = static_cast<std::uint32_t>(order.position.size());
   order.position.insert(order.position.end(), more.position.begin(), more.position.end());
   for (const std::uint32_t end : more.walk_end) order.walk_end.push_back(before + end);
+  order.open_odds = std::move(more.open_odds);
 }
 
 void spread_order(const OrderDirections& directions, const Rows& keys, const Rows& values,

@@ -1,5 +1,5 @@
-// The order along which a sample is spread (docs/math/sample.md): tokens with similar keys and
-// values are neighbours. Made once per compression from a head's own rows; no draw enters.
+// The order in which compressed tokens are stored (docs/math/sample.md): tokens with similar keys
+// and values are neighbours. Made once per compression from a head's own rows; no draw enters.
 #ifndef VERKV_SRC_SPREAD_ORDER_HPP
 #define VERKV_SRC_SPREAD_ORDER_HPP
 
@@ -26,25 +26,29 @@ struct OrderDirections {
   std::vector<float> value;  // [value dim][at most kOrderValues]
 };
 
-// The compressed tokens of a head as its draws walk over them. Main memory.
+// The compressed tokens of a head in their order: sketch and odds of the token at `position[place]`
+// lie at `place`. Main memory.
 struct HeadOrder {
   OrderDirections directions;
-  // Of the tokens that are drawn at all (0 < r < 1), walk after walk.
   std::vector<std::uint32_t> position;
-  // Where each walk ends in `position`. Walks are drawn independently of each other.
+  // Where each walk ends in `position`: a walk has the tokens of a prompt or chunk, and walks are
+  // drawn independently of each other.
   std::vector<std::uint32_t> walk_end;
+  // Odds of the last places, those of a cluster that is not full.
+  std::vector<Positive16> open_odds;
 
   std::int64_t bytes() const {
     return static_cast<std::int64_t>(sizeof(float) *
-                                     (directions.key.size() + directions.value.size())) +
-           static_cast<std::int64_t>(sizeof(std::uint32_t) * (position.size() + walk_end.size()));
+                                         (directions.key.size() + directions.value.size()) +
+                                     sizeof(std::uint32_t) * (position.size() + walk_end.size()) +
+                                     sizeof(Positive16) * open_odds.size());
   }
 };
 
-// Adds the walks of a later compression, and the directions of a first one. reserve_walks makes the
-// room, after which take_walks cannot fail.
-VERKV_API void reserve_walks(HeadOrder& order, const HeadOrder& more);
-VERKV_API void take_walks(HeadOrder& order, HeadOrder&& more) noexcept;
+// Adds the places of a later compression, and the directions of a first one. reserve_places makes the
+// room, after which take_places cannot fail.
+VERKV_API void reserve_places(HeadOrder& order, const HeadOrder& more);
+VERKV_API void take_places(HeadOrder& order, HeadOrder&& more) noexcept;
 
 // Reorders `position`, ascending rows of keys and values, so that similar tokens are neighbours: a
 // k-d tree over their coordinates, split at the median of the coordinate that varies most; ties go

@@ -5,16 +5,19 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include <verkv/clusters.hpp>
 #include <verkv/error.hpp>
 
 #include "catch.hpp"
 #include "reference/reference.hpp"
 #include "reference/statistics.hpp"
 #include "reference/step.hpp"
+#include "tolerance.hpp"
 #include "window_score.hpp"
 
 namespace {
@@ -554,7 +557,7 @@ struct Bases {
         heads,
         [this](const HeadCompression& head) {
           const Rows rows{keys_of(head).data(), DType::f32, kDim, kDim};
-          return HeadRows{rows, rows, &directions};
+          return HeadRows{rows, rows, &order.directions, order.position, order.open_odds};
         },
         prompt_queries, run);
   }
@@ -567,7 +570,7 @@ struct Bases {
   static constexpr int kDim = 16;
   static constexpr int kPositions = 3;
   Case c;
-  verkv::OrderDirections directions;        // of heads compressed before
+  verkv::HeadOrder order;                   // of heads compressed before
   std::vector<std::vector<float>> keys;     // [layer, KV head]
   std::vector<std::vector<float>> queries;  // [layer][position][query head]
 };
@@ -580,9 +583,11 @@ TEST_CASE("Bases: of the head's own keys, scores and queries, at the first compr
   for (const bool with_queries : {true, false}) {
     std::vector<HeadCompression> heads = compressor.prompt(0, s.c.lengths, s.c.importance());
     REQUIRE(heads.size() == 4);
+    const std::vector<HeadCompression> before = heads;  // odds by position
     s.make(heads,
            with_queries ? std::span<const TensorView>(views) : std::span<const TensorView>());
-    for (const HeadCompression& head : heads) {
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      const HeadCompression& head = heads[h];
       CHECK(compressor.needs_basis(head));
       std::vector<float> own;
       for (int t = 0; with_queries && t < Bases::kPositions; ++t) {
@@ -590,8 +595,9 @@ TEST_CASE("Bases: of the head's own keys, scores and queries, at the first compr
                            (t * 4 + 2 * static_cast<std::ptrdiff_t>(head.head)) * Bases::kDim;
         own.insert(own.end(), first, first + 2 * Bases::kDim);
       }
-      CHECK(same(head.basis, verkv::calibrate_sketch(2, Tokens(s.keys_of(head), Bases::kDim, head),
-                                                     own, s.c.config.seed)));
+      CHECK(same(head.basis,
+                 verkv::calibrate_sketch(2, Tokens(s.keys_of(head), Bases::kDim, before[h]), own,
+                                         s.c.config.seed)));
     }
     // In another order, the same.
     std::vector<HeadCompression> backwards = compressor.prompt(0, s.c.lengths, s.c.importance());
@@ -655,8 +661,8 @@ struct Life {
     for (int i = 0; i < kTokens; ++i) score.push_back(static_cast<float>(random.uniform()));
   }
 
-  // Compresses positions up to `end`; the first time as a prompt.
-  void compress(std::uint64_t sequence, std::int64_t end) {
+  // Compresses positions up to `end`; the first time as a prompt. Returns the clusters.
+  verkv::Clusters compress(std::uint64_t sequence, std::int64_t end) {
     const Compressor compressor(config);
     const LayerLengths lengths{end + config.local_tokens, static_cast<std::int64_t>(odds.size())};
     const std::int64_t open = lengths.tokens - lengths.compressed;
@@ -672,13 +678,16 @@ struct Life {
         [this](const HeadCompression&) {
           return HeadRows{{keys.data(), DType::f32, kDim, kDim},
                           {values.data(), DType::f32, kDim, kDim},
-                          &order.directions};
+                          &order.directions,
+                          order.position,
+                          order.open_odds};
         },
         {}, [](std::int64_t, const Compressor::Task& task) { task(0); });
     odds.insert(odds.end(), heads[0].odds.begin(), heads[0].odds.end());
     drawn.insert(drawn.end(), heads[0].drawn.begin(), heads[0].drawn.end());
-    verkv::reserve_walks(order, heads[0].order);
-    verkv::take_walks(order, std::move(heads[0].order));
+    verkv::reserve_places(order, heads[0].order);
+    verkv::take_places(order, std::move(heads[0].order));
+    return std::move(heads[0].clusters);
   }
 
   static constexpr int kDim = 16;
@@ -713,8 +722,8 @@ TEST_CASE("Draws: a redraw gives what compressing under that draw gives, chunk a
       CHECK(six.order.walk_end == whole.order.walk_end);
       CHECK((five.drawn != six.drawn) == (select != Selection::topk));
       const verkv::DrawId id = Compressor(five.config).draw_id(6, 0, 0);
-      CHECK(verkv::draw_positions(id, five.odds, 0, five.order) == six.drawn);
-      CHECK((five.order.walk_end.size() == 4) == (select == Selection::spread));
+      CHECK(verkv::draw_places(id, select, five.odds, 0, five.order) == six.drawn);
+      CHECK(five.order.walk_end == std::vector<std::uint32_t>{150, 170, 190, 210});
     }
   }
 }
@@ -732,13 +741,14 @@ TEST_CASE("Draws: spread, each chunk has its number of tokens, and each token it
   for (std::int64_t trial = 0; trial < kTrials; ++trial) {
     const verkv::DrawId id =
         Compressor(life.config).draw_id(static_cast<std::uint64_t>(trial), 0, 0);
-    const std::vector<std::uint32_t> drawn = verkv::draw_positions(id, life.odds, 0, life.order);
-    for (const std::uint32_t position : drawn) ++count[position];
+    const std::vector<std::uint32_t> drawn =
+        verkv::draw_places(id, Selection::spread, life.odds, 0, life.order);
+    for (const std::uint32_t place : drawn) ++count[place];
     std::size_t begin = 0;
     for (const std::size_t end : ends) {
       double expected = 0;
       for (std::size_t i = begin; i < end; ++i) expected += inclusion_of(life.odds[i]);
-      const auto in = [&](std::uint32_t position) { return position >= begin && position < end; };
+      const auto in = [&](std::uint32_t place) { return place >= begin && place < end; };
       const double size = static_cast<double>(std::count_if(drawn.begin(), drawn.end(), in));
       REQUIRE(std::fabs(size - expected) < 1);
       begin = end;
@@ -835,6 +845,116 @@ TEST_CASE("The order knows tokens of a later chunk by the first directions, what
     CHECK(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end());
     if (size == 1.0f) CHECK(changes(c, chunk) == 7);
   }
+}
+
+// ---- Clusters -----------------------------------------------------------------------------------
+
+// Of tokens with these values and odds, as the definition has it, in double.
+struct Expected {
+  std::vector<double> centroid;
+  double spread = 0;
+};
+
+Expected cluster_of(const std::vector<std::vector<double>>& value,
+                    const std::vector<double>& odds) {
+  bool any = false;
+  for (const double rho : odds) any = any || (rho > 0 && std::isfinite(rho));
+  const auto weight = [&](double rho) { return any ? rho / (1 + rho) : 1.0; };
+  Expected result;
+  result.centroid.assign(value.front().size(), 0.0);
+  double total = 0;
+  for (std::size_t i = 0; i < odds.size(); ++i)
+    total += std::isfinite(odds[i]) ? weight(odds[i]) : 0;
+  if (total == 0) return result;
+  double square = 0;
+  for (const bool spread : {false, true}) {
+    for (std::size_t i = 0; i < odds.size(); ++i) {
+      if (!std::isfinite(odds[i])) continue;
+      const double share = weight(odds[i]) / total;
+      for (std::size_t j = 0; j < value[i].size(); ++j) {
+        if (!spread) result.centroid[j] += share * value[i][j];
+        if (spread) square += share * std::pow(value[i][j] - result.centroid[j], 2);
+      }
+    }
+  }
+  result.spread = std::sqrt(square);
+  return result;
+}
+
+TEST_CASE("Clusters: centroid and spread of the tokens of L, 64 at a time, in the rows' type") {
+  Random random(14);
+  constexpr std::size_t kTokens = 200;
+  constexpr std::size_t kDim = 5;
+  std::vector<float> values(kTokens * kDim);
+  for (float& x : values) x = static_cast<float>(random.normal());
+  std::vector<std::uint32_t> position(kTokens);
+  for (std::size_t i = 0; i < kTokens; ++i)
+    position[i] = static_cast<std::uint32_t>(i * 77 % kTokens);
+  std::vector<Positive16> odds;
+  for (std::size_t i = 0; i < kTokens; ++i) {
+    // The second cluster has nothing that is drawn, the third nothing of L.
+    const double r = i / 64 == 1 ? (i % 3 == 0 ? 1.0 : 0.0) : i / 64 == 2 ? 1.0 : random.uniform();
+    odds.push_back(verkv::stored_odds(r));
+  }
+  const Rows rows{values.data(), DType::f32, kDim, static_cast<int>(kDim)};
+  const verkv::Clusters clusters = verkv::make_clusters(rows, position, odds);
+  REQUIRE(clusters.spread.size() == 4);
+  REQUIRE(clusters.centroids.size() == 4 * kDim * sizeof(float));
+  std::vector<float> centroid(4 * kDim);
+  std::memcpy(centroid.data(), clusters.centroids.data(), clusters.centroids.size());
+  for (std::size_t c = 0; c < 4; ++c) {
+    std::vector<std::vector<double>> value;
+    std::vector<double> rho;
+    for (std::size_t i = 64 * c; i < std::min(kTokens, 64 * c + 64); ++i) {
+      const float* row = values.data() + position[i] * kDim;
+      value.emplace_back(row, row + kDim);
+      rho.push_back(static_cast<double>(to_float(odds[i])));
+    }
+    const Expected expected = cluster_of(value, rho);
+    for (std::size_t j = 0; j < kDim; ++j) {
+      CHECK(std::fabs(static_cast<double>(centroid[c * kDim + j]) - expected.centroid[j]) <
+            verkv::tolerance::kThroughBinary32);
+    }
+    // 8 bits of mantissa.
+    CHECK(std::fabs(static_cast<double>(to_float(clusters.spread[c])) - expected.spread) <=
+          expected.spread / 256);
+  }
+  CHECK(centroid[2 * kDim] == 0);
+  CHECK(to_float(clusters.spread[2]) == 0);
+
+  // Halves are rounded once.
+  std::vector<verkv::Half> half;
+  for (const float x : values) half.push_back(verkv::to_half(x));
+  const Rows halves{half.data(), DType::f16, kDim, static_cast<int>(kDim)};
+  CHECK(verkv::make_clusters(halves, position, odds).centroids.size() == 4 * kDim * 2);
+}
+
+TEST_CASE("Clusters: a chunk completes the last cluster, so that all are as if made at once") {
+  Random random(15);
+  CacheConfig config;
+  Life life(random, config);
+  std::vector<std::byte> centroids;
+  std::vector<Positive16> spread;
+  for (const std::int64_t end : {150, 170, 210, 250, 270}) {
+    const verkv::Clusters more = life.compress(2, end);
+    const std::size_t row = Life::kDim * sizeof(float);
+    centroids.resize(static_cast<std::size_t>(verkv::clusters_of(end)) * row);
+    spread.resize(static_cast<std::size_t>(verkv::clusters_of(end)));
+    REQUIRE(more.centroids.size() == more.spread.size() * row);
+    std::copy(more.centroids.begin(), more.centroids.end(),
+              centroids.end() - static_cast<std::ptrdiff_t>(more.centroids.size()));
+    std::copy(more.spread.begin(), more.spread.end(),
+              spread.end() - static_cast<std::ptrdiff_t>(more.spread.size()));
+    const Rows rows{life.values.data(), DType::f32, Life::kDim, Life::kDim};
+    const verkv::Clusters whole = verkv::make_clusters(rows, life.order.position, life.odds);
+    CHECK(centroids == whole.centroids);
+    REQUIRE(spread.size() == whole.spread.size());
+    for (std::size_t c = 0; c < spread.size(); ++c) CHECK(spread[c].bits == whole.spread[c].bits);
+  }
+  config.study.estimator = verkv::Estimator::plain;
+  Life plain(random, config);
+  CHECK(plain.compress(2, 150).centroids.empty());
+  CHECK(plain.order.open_odds.empty());
 }
 
 }  // namespace

@@ -110,7 +110,7 @@ void check(const Kernels& kernels, const Plan& plan, double delta, double epsilo
     const double rho = static_cast<double>(arrays.odds[i]);
     r.push_back(rho / (1 + rho));
     worths.push_back(static_cast<double>(arrays.worth[i]));
-    place.push_back(arrays.position[i]);
+    place.push_back(arrays.place[i]);
   }
   const Indices order = verkv::reference::descending(worths);
 

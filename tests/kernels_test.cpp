@@ -14,13 +14,16 @@
 
 #include <verkv/attention.hpp>
 #include <verkv/certificate.hpp>
+#include <verkv/clusters.hpp>
 #include <verkv/fetch_plan.hpp>
 #include <verkv/inclusion.hpp>
+#include <verkv/shrinkage.hpp>
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
 #include "catch.hpp"
 #include "cpu/kernels.hpp"
+#include "sum_order.hpp"
 #include "tolerance.hpp"
 
 namespace {
@@ -544,6 +547,113 @@ TEST_CASE("weights: vectors give the bits of the scalar kernel", "[kernels]") {
   }
 }
 
+// ---- Clusters -----------------------------------------------------------------------------------
+
+TEST_CASE("cluster_sums: vectors give the bits of the scalar kernel", "[kernels]") {
+  for (const std::int64_t count : kCounts) {
+    for (const bool with_nan : {false, true}) {
+      INFO("count " << count << ", NaN " << with_nan);
+      Random random(static_cast<std::uint32_t>(count * 2 + with_nan));
+      const std::vector<Positive16> odds = random_odds(random, count);
+      const std::vector<float> w = random_weights(random, odds, count, 1, count, with_nan);
+      const std::int64_t clusters = verkv::clusters_of(count);
+      const auto run = [&](const Kernels& kernels) {
+        // What follows the last cluster is not touched.
+        std::vector<float> out(size(2 * clusters + 2), -3.0f);
+        kernels.cluster_sums(w.data(), count, out.data(), out.data() + clusters + 1);
+        return out;
+      };
+      const std::vector<float> expected = run(verkv::cpu::scalar_kernels());
+      CHECK(expected[size(clusters)] == -3.0f);
+      for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+        INFO(kernels->name);
+        check_same("sums", expected, run(*kernels));
+      }
+      // Against a plain sum.
+      for (std::int64_t c = 0; c < clusters && !with_nan; ++c) {
+        double sum = 0;
+        for (std::int64_t k = 64 * c; k < std::min(count, 64 * c + 64); ++k)
+          sum += static_cast<double>(w[size(k)]);
+        CHECK(std::fabs(sum - static_cast<double>(expected[size(c)])) <= verkv::kSumError * sum);
+      }
+    }
+  }
+}
+
+TEST_CASE("cluster_terms and cluster_counts: vectors give the bits of the scalar kernels",
+          "[kernels]") {
+  struct Answer {
+    std::vector<float> x, y, counts;
+    std::vector<double> sums;
+    float top = 0;
+  };
+  for (const std::int64_t count : kCounts) {
+    for (const float cap : {1.0f, 2.0f, kInfinity}) {
+      for (const float beta : {0.0f, 1e-3f, 0.5f}) {
+        INFO("count " << count << ", cap " << cap << ", beta " << beta);
+        Random random(static_cast<std::uint32_t>(count * 16) + std::bit_cast<std::uint32_t>(beta));
+        const std::vector<Positive16> odds = random_odds(random, count);
+        std::vector<float> rho;
+        for (std::int64_t i = 0; i < count; ++i) rho.push_back(verkv::to_float(odds[size(i)]));
+        const std::vector<float> sketched = random_weights(random, odds, count, 1, count, true);
+        const std::vector<float> exact = random_weights(random, odds, count, 1, count, false);
+        std::vector<float> marked = sketched;
+        std::vector<std::uint32_t> cluster;
+        for (std::int64_t i = 0; i < count; ++i) {
+          if (rho[size(i)] == kInfinity || random.one_in(5)) marked[size(i)] = -1;
+          if (rho[size(i)] == 0) marked[size(i)] = -1;  // never drawn
+          cluster.push_back(static_cast<std::uint32_t>(i / 5));
+        }
+        std::vector<float> share(size(count / 5 + 1));
+        std::vector<float> spread(share.size());
+        for (float& x : share) x = static_cast<float>(random.uniform(0, 3));
+        for (float& x : spread) x = static_cast<float>(random.uniform(0, 2));
+        const auto run = [&](const Kernels& kernels) {
+          Answer a;
+          a.x.assign(size(count + 1), -3.0f);
+          a.y = a.x;
+          a.counts = marked;
+          a.sums.assign(3, -1.0);
+          kernels.cluster_terms(marked.data(), exact.data(), rho.data(), count, beta, cap,
+                                a.x.data(), a.y.data(), a.sums[0]);
+          kernels.cluster_counts(a.y.data(), exact.data(), cluster.data(), share.data(),
+                                 spread.data(), count, a.counts.data(), a.sums[1], a.sums[2],
+                                 a.top);
+          return a;
+        };
+        const Answer expected = run(verkv::cpu::scalar_kernels());
+        CHECK(expected.x.back() == -3.0f);
+        for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
+          INFO(kernels->name);
+          const Answer actual = run(*kernels);
+          check_same("x", expected.x, actual.x);
+          check_same("y", expected.y, actual.y);
+          check_same("counts", expected.counts, actual.counts);
+          check_same("sums", expected.sums, actual.sums);
+          CHECK(same(expected.top, actual.top));
+        }
+        // From the formulas.
+        double plain = 0;
+        for (std::int64_t i = 0; i < count; ++i) {
+          const float w = marked[size(i)];
+          float x = 0;
+          float y = 0;
+          if (w >= 0) {
+            x = w * verkv::drawn_coefficient(w, w, rho[size(i)], beta, cap);
+            y = exact[size(i)] *
+                verkv::drawn_coefficient(w, exact[size(i)], rho[size(i)], beta, cap);
+            y = std::min(y, 1e30f);
+          }
+          plain += static_cast<double>(y);
+          REQUIRE(same(expected.x[size(i)], x));
+          REQUIRE(same(expected.y[size(i)], y));
+        }
+        CHECK(std::fabs(plain - expected.sums[0]) <= verkv::kSumError * plain);
+      }
+    }
+  }
+}
+
 TEST_CASE("weights: the vector exponential is weight_exp everywhere", "[kernels]") {
   // A stride through all positive and negative binary32 numbers.
   std::vector<float> x;
@@ -662,15 +772,15 @@ TEST_CASE("select_tokens: vectors choose the tokens of the scalar kernel", "[ker
 // A plan with its memory.
 struct Plan {
   std::vector<float> weight, odds, worth;
-  std::vector<std::uint32_t> position;
+  std::vector<std::uint32_t> place;
   PlanArrays arrays;
 
   explicit Plan(std::int64_t count)
       : weight(size(count + 16), -1.0f),
         odds(size(count + 16), -1.0f),
         worth(size(count + 16), -1.0f),
-        position(size(count + 16), 0xffffffffu),
-        arrays{weight.data(), odds.data(), worth.data(), position.data(), 0} {}
+        place(size(count + 16), 0xffffffffu),
+        arrays{weight.data(), odds.data(), worth.data(), place.data(), 0} {}
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
@@ -686,7 +796,7 @@ void check_same_plan(const char* what, const Plan& expected, const Plan& actual)
   check_same("weight", expected.used(expected.weight), actual.used(actual.weight));
   check_same("odds", expected.used(expected.odds), actual.used(actual.odds));
   check_same("worth", expected.used(expected.worth), actual.used(actual.worth));
-  check_same("position", expected.used(expected.position), actual.used(actual.position));
+  check_same("place", expected.used(expected.place), actual.used(actual.place));
 }
 
 TEST_CASE("the search's arrays: vectors give the bits of the scalar kernels", "[kernels]") {

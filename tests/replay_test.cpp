@@ -129,6 +129,7 @@ const std::vector<std::string> kRowFields{"method",
                                           "probability",
                                           "sketch",
                                           "select",
+                                          "estimator",
                                           "fetch",
                                           "importance",
                                           "promise",
@@ -155,6 +156,8 @@ const std::vector<std::string> kRowFields{"method",
                                           "failure_steps_fetched",
                                           "trials_fetched",
                                           "failure_any_head",
+                                          "failure_above_estimate",
+                                          "failure_above_two_estimates",
                                           "trials_any_head",
                                           "uncertified_share",
                                           "certificate_median",
@@ -437,7 +440,7 @@ TEST_CASE("the JSON has every field for every method", "[replay]") {
   CHECK(report.at("settings").at("prompt_tokens") == kTokens);
   CHECK(report.at("settings").at("steps") == kSteps);
   const Json& rows = report.at("rows");
-  REQUIRE(rows.size() == 3 * (2 + 3 * 10));
+  REQUIRE(rows.size() == 3 * (2 + 3 * 12));
   std::map<std::string, int> methods;
   for (const Json& row : rows) {
     ++methods[row.at("method").get<std::string>()];
@@ -452,8 +455,9 @@ TEST_CASE("the JSON has every field for every method", "[replay]") {
                                               {"dense_offload", 3},
                                               {"topk", 9},
                                               {"topk_fetch", 9},
+                                              {"topk_clusters", 9},
                                               {"poisson", 9},
-                                              {"spread", 9},
+                                              {"spread", 18},
                                               {"certificate", 27},
                                               {"risk", 27}});
   for (const Json& row : rows) {
@@ -470,7 +474,7 @@ TEST_CASE("the JSON has every field for every method", "[replay]") {
     }
     if (method == "topk" || method == "poisson" || method == "spread")
       CHECK(row.at("moved_fraction") == 0);
-    if (method == "topk" || method == "topk_fetch") {
+    if (method.starts_with("topk")) {
       CHECK(row.at("importance") == "kvzip");
     } else if (method != "dense_offload") {
       CHECK(row.at("importance") == "kvzip_mean");
@@ -653,8 +657,8 @@ TEST_CASE("table and JSON of the grid", "[replay][promise]") {
 TEST_CASE("a promise that is not kept is called missed", "[replay][promise][statistical]") {
   const TemporaryFile file("verkv-replay", synthetic_recording());
   const RecordedCache cache = RecordedCache::load(file.path());
-  const Options options =
-      parse({"--promise", "--sketch", "exact", "--local", "4", "--redraws", "60", "--seeds", "4"});
+  const Options options = parse({"--promise", "--sketch", "exact", "--estimator", "plain",
+                                 "--local", "4", "--redraws", "60", "--seeds", "4"});
   const PromiseRun honest = promise_run(cache, options);
   std::size_t missed = 0;
   for (const Cell& cell : cells_of(honest)) {

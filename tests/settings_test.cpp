@@ -36,6 +36,7 @@ TEST_CASE("A setting outside its enumeration is refused") {
       {"pool 3", [](CacheConfig& c) { c.pool = verkv::Pool{3}; }},
       {"sketch kind 2", [](CacheConfig& c) { c.sketch.kind = verkv::SketchKind{2}; }},
       {"selection 3", [](CacheConfig& c) { c.study.select = verkv::Selection{3}; }},
+      {"estimator 2", [](CacheConfig& c) { c.study.estimator = verkv::Estimator{2}; }},
       {"fetch order 255", [](CacheConfig& c) { c.study.order = verkv::FetchOrder{255}; }}};
   CHECK(verkv::unsupported_reasons(small_config()).empty());
   for (const Case& c : cases) {

@@ -69,6 +69,10 @@ inline constexpr double kStepOutputFloor = 0.01;
 // Certificates below lose their variance, a sum of squares, to the smallest binary32 number.
 inline constexpr double kSmallestEpsilon = 1e-18;
 
+// The estimated error of the output, relative: spreads are stored in 16 bits, 2e-3, and counts of drawn
+// tokens may nearly cancel their weights.
+inline constexpr double kStepOutputError = 0.02;
+
 // The same where logits reach 1e4: they are known to 1e-3, and so are weights and all that is made
 // of them; the certificate can be that of a single token 1e-10 below the rest.
 inline constexpr double kStepLargeEpsilon = 0.02;
@@ -96,6 +100,9 @@ inline constexpr double kReplay = 1e-5;
 // of binary32's last place times the root of the number of rows; the LSE is the logarithm of such a
 // sum.
 inline constexpr double kRowOrder = 2e-5;
+// The estimated error of the output on two backends, relative: terms are equal to the bit and
+// positive; where 32 of them are added in binary32, the other backend adds in double.
+inline constexpr double kBackendOutputError = 1e-5;
 
 }  // namespace verkv::tolerance
 

@@ -1,5 +1,7 @@
 #include "account.hpp"
 
+#include "../../examples/common/cache_options.hpp"
+
 #include <algorithm>
 #include <cmath>
 
@@ -34,6 +36,7 @@ EvalRow describe(const Method& method, const EvalOptions& options, const Engine&
   if (!method.cached) return row;
   row.importance = name(method.score);
   row.sketch = sketch_label(method.config);
+  if (!row.sketch.empty()) row.estimator = examples::estimator_word(method.config.study.estimator);
   row.keep = method.config.keep;
   if (method.config.fetch.mode == FetchMode::verified) {
     row.epsilon = method.config.fetch.epsilon.value_or(kNone);
@@ -96,6 +99,7 @@ EvalRow text_row(const Method& method, Account& account, const Reference& refere
   row.kl_high = interval.high;
   row.kl_median = examples::quantile(account.divergences, 0.5);
   row.kl_p95 = examples::quantile(account.divergences, 0.95);
+  row.kl_p999 = examples::quantile(account.divergences, 0.999);
   row.kl_worst = examples::quantile(account.divergences, 1);
   row.agreement = account.agreements.value();
   const Interval agreement =

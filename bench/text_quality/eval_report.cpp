@@ -83,6 +83,7 @@ constexpr Column kColumns[] = {
     {"rate", [](const EvalRow& r) { return rate_label(r.keep); }},
     {"importance", [](const EvalRow& r) { return r.importance; }},
     {"sketch", [](const EvalRow& r) { return r.sketch; }},
+    {"estimator", [](const EvalRow& r) { return r.estimator; }},
     {"delta", [](const EvalRow& r) { return short_number(r.delta); }},
     {"resident %", [](const EvalRow& r) { return percent(r.resident_fraction); }},
     {"fetching %", [](const EvalRow& r) { return percent(r.fetching_share); }},
@@ -96,6 +97,7 @@ constexpr Column kColumns[] = {
     {"KL 95 % range", [](const EvalRow& r) { return interval(short_number, r.kl_low, r.kl_high); }},
     {"median", [](const EvalRow& r) { return short_number(r.kl_median); }},
     {"p95", [](const EvalRow& r) { return short_number(r.kl_p95); }},
+    {"p99.9", [](const EvalRow& r) { return short_number(r.kl_p999); }},
     {"worst", [](const EvalRow& r) { return short_number(r.kl_worst); }},
     {"agree %", [](const EvalRow& r) { return percent(r.agreement); }},
     {"agree range",
@@ -115,8 +117,9 @@ constexpr Column kColumns[] = {
     {"draws", [](const EvalRow& r) { return grouped(r.draws); }},
 };
 // Said once above the table where it is the same in all rows that have it.
-constexpr std::string_view kCommon[] = {"importance", "sketch", "delta", "cache", "dense ppl",
-                                        "dense %", "dense range", "samples", "prompts", "draws"};
+constexpr std::string_view kCommon[] = {"importance", "sketch", "estimator", "delta", "cache",
+                                        "dense ppl", "dense %", "dense range", "samples",
+                                        "prompts", "draws"};
 // clang-format on
 
 struct Table {

@@ -17,11 +17,12 @@ struct EvalRow {
   std::string text;  // exactly one of text and task is set
   std::string task;
   std::int64_t context_tokens = 0;
-  // dense, dense_offload, full_budget, top_k, top_k_gate, top_k_fetch, poisson, paper, risk or
-  // risk_and_epsilon
+  // dense, dense_offload, full_budget, top_k, top_k_gate, top_k_fetch, top_k_clusters, poisson,
+  // paper, risk or risk_and_epsilon
   std::string method;
   std::string importance;
-  std::string sketch;  // "2 bits", "3 bits", "exact"; empty: none
+  std::string sketch;     // "2 bits", "3 bits", "exact"; empty: none
+  std::string estimator;  // "plain", "clusters"; empty: nothing is estimated
 
   // Configuration, kNone where off.
   double keep = kNone;
@@ -46,6 +47,7 @@ struct EvalRow {
   double kl_high = kNone;
   double kl_median = kNone;
   double kl_p95 = kNone;
+  double kl_p999 = kNone;
   double kl_worst = kNone;
   double agreement = kNone;  // share of steps with the dense model's most likely token
   double agreement_low = kNone;
@@ -81,6 +83,7 @@ void for_each_field(Row& row, F&& f) {
   f("method", row.method);
   f("importance", row.importance);
   f("sketch", row.sketch);
+  f("estimator", row.estimator);
   f("keep", row.keep);
   f("epsilon", row.epsilon);
   f("delta", row.delta);
@@ -99,6 +102,7 @@ void for_each_field(Row& row, F&& f) {
   f("kl_high", row.kl_high);
   f("kl_median", row.kl_median);
   f("kl_p95", row.kl_p95);
+  f("kl_p999", row.kl_p999);
   f("kl_worst", row.kl_worst);
   f("agreement", row.agreement);
   f("agreement_low", row.agreement_low);

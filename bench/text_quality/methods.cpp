@@ -12,9 +12,9 @@ namespace verkv::lab {
 
 namespace {
 
-constexpr std::array<std::string_view, 10> kMethods{
-    "dense", "dense_offload",    "full_budget", "paper",       "poisson",
-    "risk",  "risk_and_epsilon", "top_k",       "top_k_fetch", "top_k_gate"};
+constexpr std::array<std::string_view, 11> kMethods{
+    "dense", "dense_offload",  "full_budget", "paper",     "poisson", "risk", "risk_and_epsilon",
+    "top_k", "top_k_clusters", "top_k_fetch", "top_k_gate"};
 
 // Collects the methods of a grid that were asked for.
 class Selector {
@@ -52,6 +52,7 @@ class Selector {
     CacheConfig config = base_;
     config.keep = keep;
     config.study.select = Selection::topk;
+    config.study.estimator = Estimator::plain;
     config.fetch.mode = FetchMode::never;
     return config;
   }
@@ -61,7 +62,11 @@ class Selector {
     if (grid_.gate) add("top_k_gate", largest_only(keep), Score::gate);
     for (const SketchConfig& sketch : grid_.sketches) {
       for (const Score score : grid_.largest_scores) add_largest(keep, sketch, score);
-      for (const Score score : grid_.sampling_scores) add_sampling(keep, sketch, score);
+      for (const Score score : grid_.sampling_scores) {
+        add_poisson(keep, sketch, score);
+        for (const Estimator estimator : grid_.estimators)
+          add_sampling(keep, sketch, score, estimator);
+      }
     }
   }
 
@@ -72,18 +77,26 @@ class Selector {
       config.fetch.mode = FetchMode::verified;
       config.study.probability = probability;
       add("top_k_fetch", config, score);
+      config.study.estimator = Estimator::clusters;
+      add("top_k_clusters", config, score);
     }
   }
 
-  void add_sampling(double keep, const SketchConfig& sketch, Score score) {
+  void add_poisson(double keep, const SketchConfig& sketch, Score score) {
     CacheConfig config = base_;
     config.keep = keep;
     config.sketch = sketch;
     config.fetch.mode = FetchMode::never;
     config.study.select = Selection::poisson;
+    config.study.estimator = Estimator::plain;
     add("poisson", config, score);
-    config.study.select = base_.study.select;
-    config.fetch.mode = FetchMode::verified;
+  }
+
+  void add_sampling(double keep, const SketchConfig& sketch, Score score, Estimator estimator) {
+    CacheConfig config = base_;
+    config.keep = keep;
+    config.sketch = sketch;
+    config.study.estimator = estimator;
     for (const double epsilon : grid_.epsilons) {
       config.fetch.epsilon = epsilon;
       add("paper", config, score);

@@ -32,9 +32,10 @@ struct MethodGrid {
   std::vector<double> risks{1e-2, 1e-3, 1e-4, 1e-5, 1e-6};
   std::vector<double> probabilities{1e-2, 1e-3, 1e-4};
   std::vector<SketchConfig> sketches{SketchConfig{}};
-  std::vector<Score> sampling_scores{Score::kvzip_mean};  // of the methods that draw
-  std::vector<Score> largest_scores{Score::kvzip};        // of top-k
-  bool gate = false;                                      // top-k at the scores of a gate, too
+  std::vector<Estimator> estimators{StudyConfig{}.estimator};  // of the methods that draw and fetch
+  std::vector<Score> sampling_scores{Score::kvzip_mean};       // of the methods that draw
+  std::vector<Score> largest_scores{Score::kvzip};             // of top-k
+  bool gate = false;                                           // top-k at the scores of a gate, too
 };
 
 // Every combination that the grid asks for. Throws InvalidArgument, with the names there are, where

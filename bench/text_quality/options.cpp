@@ -61,6 +61,7 @@ struct Words {
   std::vector<std::string> risks{"1e-2", "1e-3", "1e-4", "1e-5", "1e-6"};
   std::vector<std::string> probabilities{"1e-2", "1e-3", "1e-4"};
   std::vector<std::string> sketches{"2"};
+  std::vector<std::string> estimators{"clusters"};
   std::vector<std::string> sampling{"kvzip_mean"};
   std::vector<std::string> largest{"kvzip"};
   std::vector<std::string> methods;
@@ -163,6 +164,8 @@ class Reader {
     list(app, "--risk", words_.risks, "Of the risk rule");
     list(app, "--probability", words_.probabilities, "Of top-k with fetch");
     list(app, "--sketch", words_.sketches, "2, 3, 4 (bits), exact");
+    list(app, "--estimator", words_.estimators,
+         "plain, clusters: of the methods that draw and fetch");
     list(app, "--importance", words_.sampling, "Scores of the methods that draw");
     list(app, "--importance-topk", words_.largest, "Scores of top-k");
     app.add_option("--gate", options_.gate, "File of a gate: adds top-k at its scores");
@@ -242,6 +245,7 @@ void check_evaluation(const Words& words, Options& options) {
   convert(words.risks, grid.risks, numbers("--risk", 1e9));
   convert(words.probabilities, grid.probabilities, numbers("--probability", 1));
   convert(words.sketches, grid.sketches, examples::parse_sketch);
+  convert(words.estimators, grid.estimators, examples::parse_estimator);
   convert(words.sampling, grid.sampling_scores, to_score);
   convert(words.largest, grid.largest_scores, to_score);
   grid.methods = {words.methods.begin(), words.methods.end()};

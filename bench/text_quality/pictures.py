@@ -67,25 +67,28 @@ def curve(svg, x, y, rows, shape, colour, width, dash="", whiskers=True):
 
 
 def tradeoff():
-    """Gemma: KL against what moves, for three ways to choose what is fetched."""
-    measured = [row for row in report.results("gemma-calibrated.json") if row["sketch"] == "2 bits"]
+    """Gemma: KL against what moves, for clusters, the plain estimate and top-k."""
+    measured = report.results("gemma-clusters.json")
     # Without fetching there is no sketch in use, so the rows of an older one are the same.
     unfetched = [row for row in report.results("gemma-16x.json") if row["method"] == "top_k"]
-    curves = (("top_k_fetch", "square", "grey", 1.6), ("paper", "diamond", "green", 1.6), ("risk", "circle", "orange", 2.8))
+    curves = (("top_k_fetch", "plain", "square", "grey", 1.6), ("top_k_clusters", "clusters", "square", "green", 1.6),
+              ("risk", "plain", "circle", "blue", 1.6), ("risk", "clusters", "circle", "orange", 2.8))
     svg = Svg()
-    legend(svg, 26, [("risk rule of VERKV", "circle", "orange", "", False), ("rule of the paper", "diamond", "green", "", False),
-                     ("top-k with fetch", "square", "grey", "", False), ("nothing fetched", None, "blue", "5 4", False)])
+    legend(svg, 26, [("VERKV", "circle", "orange", "", False), ("plain estimate", "circle", "blue", "", False),
+                     ("top-k", "square", "grey", "", False), ("top-k and clusters", "square", "green", "", False),
+                     ("nothing fetched", None, "grey", "5 4", False)])
     top, bottom = 66, 300
     for i, (text, (left, right)) in enumerate(zip(TEXTS, panel_edges(3))):
-        x, y = LogAxis(0.05, 30, left, right), LogAxis(1e-4, 1.5, bottom, top)
+        x, y = LogAxis(0.05, 5, left, right), LogAxis(1e-4, 1.5, bottom, top)
         svg.text(left, top - 10, text, bold=True)
         log_grid(svg, x, y, i == 0)
         lost = [row for row in unfetched if row["text"] == text][0]
-        svg.line(left, y.place(lost["kl_mean"]), right, y.place(lost["kl_mean"]), "blue", 1.6, "5 4")
-        for method, shape, colour, width in curves:
-            rows = [row for row in measured if row["text"] == text and row["method"] == method]
+        svg.line(left, y.place(lost["kl_mean"]), right, y.place(lost["kl_mean"]), "grey", 1.6, "5 4")
+        for method, estimator, shape, colour, width in curves:
+            rows = [row for row in measured
+                    if (row["text"], row["method"], row["estimator"]) == (text, method, estimator)]
             points = curve(svg, x, y, rows, shape, colour, width)
-            if method == "risk" and i == 0:
+            if (method, estimator) == ("risk", "clusters") and i == 0:
                 svg.text(points[1][0] - 8, points[1][1] + 17, "default", colour, "end", FONT - 1, bold=True)
     svg.text(16, (top + bottom) / 2, "mean KL to the dense model, nats", anchor="middle", upright=True)
     svg.text((LEFT + WIDTH - RIGHT) / 2, bottom + 40, "moved to the fast tier in a step, % of the cache", anchor="middle")

@@ -105,7 +105,13 @@ def model(row):
 
 
 def method(row):
-    """What fetches in this row, with its parameter."""
+    """What fetches in this row, with its parameter, and what estimates if that is not the default."""
+    if row.get("estimator") == "plain" and not row["method"].startswith("top_k"):
+        return _method(row) + ", plain"
+    return _method(row)
+
+
+def _method(row):
     name = row["method"]
     if name == "risk":
         return "risk " + price(row["risk"])
@@ -113,6 +119,8 @@ def method(row):
         return f"risk {price(row['risk'])} and eps {row['epsilon']:g}"
     if name == "paper":
         return f"paper, eps {row['epsilon']:g}"
+    if name == "top_k_clusters":
+        return "top-k and clusters, p > " + price(row["probability"])
     if name == "top_k_fetch":
         return "top-k, fetch p > " + price(row["probability"])
     names = {

@@ -81,6 +81,33 @@ def bits(row):
 # ---- The tables of results.md: what ships ----
 
 
+def by_clusters(name):
+    rows = report.results(name)
+    order = {"risk": 0, "paper": 1, "top_k_clusters": 2, "top_k_fetch": 3}
+
+    def key(row):
+        parameter = row["risk"] or row["probability"] or row["epsilon"]
+        plain = row["estimator"] == "plain"
+        return TEXTS.index(row["text"]), order[row["method"]], plain, -parameter
+
+    return by_text(sorted(rows, key=key))
+
+
+def clusters_smollm2():
+    return by_clusters("smol-clusters.json")
+
+
+def clusters_gemma():
+    return by_clusters("gemma-clusters.json")
+
+
+def clusters_32x():
+    return by_clusters("smol-clusters-32x.json")
+
+
+# ---- The tables of lab.md ----
+
+
 def gemma():
     shipped = [row for row in report.results("gemma-calibrated.json") if row["sketch"] == "2 bits"]
     return by_text(row for text in TEXTS for row in shipped if row["text"] == text)
@@ -90,9 +117,6 @@ def smollm2():
     files = [f"smol-calibrated-{part}.json" for part in ("prose", "code-risks", "code", "uuids")]
     shipped = [row for row in report.results(*files) if row["sketch"] == "2 bits"]
     return by_text(sorted(shipped, key=lambda row: (TEXTS.index(row["text"]), -row["risk"])))
-
-
-# ---- The tables of lab.md ----
 
 
 def all_methods():
@@ -165,6 +189,9 @@ def bits_uuids():
 
 
 TABLES = {
+    "clusters-gemma": clusters_gemma,
+    "clusters-smollm2": clusters_smollm2,
+    "clusters-32x": clusters_32x,
     "gemma": gemma,
     "smollm2": smollm2,
     "16x": all_methods,

@@ -38,6 +38,23 @@ inline std::optional<double> parse_rule(const std::string& text, const char* wha
   return parse_number(text, what, 0, high);
 }
 
+// Throws UsageError.
+inline Estimator parse_estimator(const std::string& text) {
+  if (text == "plain") return Estimator::plain;
+  if (text == "clusters") return Estimator::clusters;
+  throw UsageError(fmt::format("an estimator is plain or clusters, not {}", text));
+}
+
+inline const char* estimator_word(Estimator estimator) {
+  switch (estimator) {
+    case Estimator::plain:
+      return "plain";
+    case Estimator::clusters:
+      return "clusters";
+  }
+  return "?";
+}
+
 // "2", "3", "4" (bits) or "exact". Throws UsageError.
 inline SketchConfig parse_sketch(const std::string& text) {
   SketchConfig sketch;

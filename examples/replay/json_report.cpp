@@ -44,6 +44,7 @@ void add_method(Json& json, const Row& row) {
   json["probability"] = number(method.config.study.probability);
   json["sketch"] = word(method.config.sketch);
   json["select"] = word(method.config.study.select);
+  json["estimator"] = word(method.config.study.estimator);
   json["fetch"] = word(fetch.mode);
   json["importance"] = method.importance;
   json["promise"] = word(method.promise);
@@ -94,6 +95,8 @@ Json row_json(const Row& row) {
   json["output_error_median"] = number(row.output_error_median);
   json["output_error_p95"] = number(row.output_error_p95);
   json["output_error_worst"] = number(row.output_error_worst);
+  add_rate(json, "above_estimate", "trials_estimate", row.above_estimate);
+  add_rate(json, "above_two_estimates", "trials_estimate", row.above_two_estimates);
   json["denominator_error_rms"] = number(row.denominator_error_rms);
   json["denominator_error_median"] = number(row.denominator_error_median);
   json["denominator_error_p95"] = number(row.denominator_error_p95);

@@ -102,6 +102,10 @@ void add_trace(const Method& method, const LayerTrace& trace, std::size_t query_
   for (std::size_t k = 0; k < trace.decisions.size(); ++k) {
     const Decision& decision = trace.decisions[k];
     sums.errors.push_back(decision.output_error);
+    if (decision.estimated_error > 0 && std::isfinite(decision.estimated_error)) {
+      row.above_estimate.add(decision.output_error > decision.estimated_error);
+      row.above_two_estimates.add(decision.output_error > 2 * decision.estimated_error);
+    }
     sums.denominator_errors.push_back(decision.denominator_error);
     sums.certificates.push_back(decision.certificate);
     ++sums.decisions;

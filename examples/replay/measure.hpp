@@ -25,6 +25,9 @@ struct Row {
   double output_error_median = kNone;
   double output_error_p95 = kNone;
   double output_error_worst = kNone;
+  // Decisions with an estimate of it: whose error is above one and above two of it.
+  Rate above_estimate;
+  Rate above_two_estimates;
   // Of the softmax denominator, relative.
   double denominator_error_rms = kNone;
   double denominator_error_median = kNone;

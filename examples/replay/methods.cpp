@@ -59,6 +59,7 @@ CacheConfig base_config(const Options& options) {
   config.fetch.delta = options.delta;
   config.fetch.risk = options.risk;
   config.study.select = options.select;
+  config.study.estimator = options.estimator;
   config.study.order = options.order;
   config.study.probability = options.probability;
   config.study.cap = options.cap;
@@ -68,21 +69,25 @@ CacheConfig base_config(const Options& options) {
 
 // How a method samples that no option describes.
 constexpr Selection kSampled = StudyConfig{}.select;
+constexpr Estimator kEstimator = StudyConfig{}.estimator;
 
 // "Poisson, no fetch".
-std::string sample_label(Selection select) {
-  return fmt::format("{}, no fetch", select == Selection::poisson ? "Poisson" : word(select));
+std::string sample_label(Selection select, Estimator estimator) {
+  const char* what = select == Selection::poisson ? "Poisson" : word(select);
+  return fmt::format("{}, no fetch",
+                     estimator == Estimator::clusters && select == kSampled ? "cluster" : what);
 }
 
 // A method of the comparison: a sample or top-k, with at most one rule.
 Method compared(const Options& options, double keep, const std::string& importance,
-                Selection select, std::optional<double> epsilon, std::optional<double> risk,
-                std::optional<double> probability) {
+                Selection select, Estimator estimator, std::optional<double> epsilon,
+                std::optional<double> risk, std::optional<double> probability) {
   Method method;
   method.importance = importance;
   method.config = base_config(options);
   method.config.keep = keep;
   method.config.study.select = select;
+  method.config.study.estimator = estimator;
   method.config.fetch.epsilon = epsilon;
   method.config.fetch.risk = risk;
   method.config.study.probability = probability;
@@ -90,12 +95,14 @@ Method compared(const Options& options, double keep, const std::string& importan
   method.config.fetch.mode = fetches ? FetchMode::verified : FetchMode::never;
   method.random = select != Selection::topk;
   if (select == Selection::topk) {
-    method.name = fetches ? "topk_fetch" : "topk";
-    method.label =
-        fetches ? fmt::format("top-k, p > {}", price_label(*probability)) : "top-k, no fetch";
+    const bool clusters = estimator == Estimator::clusters;
+    method.name = clusters ? "topk_clusters" : fetches ? "topk_fetch" : "topk";
+    method.label = fetches ? fmt::format("{}, p > {}", clusters ? "cluster" : "top-k",
+                                         price_label(*probability))
+                           : "top-k, no fetch";
   } else if (!fetches) {
     method.name = word(select);
-    method.label = sample_label(select);
+    method.label = sample_label(select, method.config.study.estimator);
   } else if (epsilon) {
     method.name = "certificate";
     method.label = fmt::format("paper, eps {:g}", *epsilon);
@@ -128,7 +135,7 @@ Method described(const Options& options, const std::set<std::string>& available)
     method.label = "fetch everything";
   } else if (fetch.mode == FetchMode::never) {
     method.name = word(options.select);
-    method.label = topk ? "top-k, no fetch" : sample_label(options.select);
+    method.label = topk ? "top-k, no fetch" : sample_label(options.select, options.estimator);
   } else {
     std::vector<std::string> rules;
     if (fetch.epsilon) rules.push_back(fmt::format("eps {:g}", *fetch.epsilon));
@@ -156,7 +163,8 @@ std::vector<Method> promise_methods(const Options& options, const std::string& i
     for (const double keep : kRates) {
       for (const double epsilon : kPromiseEpsilons) {
         for (const double delta : kPromiseDeltas) {
-          Method method = compared(options, keep, importance, kSampled, epsilon, {}, {});
+          Method method =
+              compared(options, keep, importance, kSampled, options.estimator, epsilon, {}, {});
           method.config.sketch = examples::parse_sketch(sketch);
           method.config.fetch.delta = delta;
           method.label = fmt::format("{}, eps {:g}, delta {:g}", sketch_label(method.config.sketch),
@@ -168,7 +176,7 @@ std::vector<Method> promise_methods(const Options& options, const std::string& i
   }
   for (const double keep : kRates) {
     for (const double epsilon : kPromiseEpsilons) {
-      Method method = compared(options, keep, importance, kSampled, {}, {}, {});
+      Method method = compared(options, keep, importance, kSampled, options.estimator, {}, {}, {});
       method.tolerance = epsilon;
       methods.push_back(std::move(method));
     }
@@ -236,6 +244,7 @@ std::vector<Method> select_methods(const Options& options, const RecordedCache& 
   offload.label = "dense offload";
   offload.config.keep = 1e-12;
   offload.config.study.select = Selection::topk;
+  offload.config.study.estimator = Estimator::plain;
   offload.config.sink_tokens = 0;
   offload.config.local_tokens = 0;
   offload.config.sketch.kind = SketchKind::exact;  // needs none, and this one takes no bytes
@@ -243,16 +252,21 @@ std::vector<Method> select_methods(const Options& options, const RecordedCache& 
   methods.push_back(offload);
 
   for (const double keep : kRates) {
-    methods.push_back(compared(options, keep, largest, Selection::topk, {}, {}, {}));
-    methods.push_back(compared(options, keep, largest, Selection::topk, {}, {}, 1e-3));
-    for (const Selection select : {Selection::poisson, Selection::spread})
-      methods.push_back(compared(options, keep, sampled, select, {}, {}, {}));
-    for (const double epsilon : {0.05, 0.1, 0.3}) {
-      methods.push_back(compared(options, keep, sampled, kSampled, epsilon, {}, {}));
-    }
-    for (const double risk : {1e-3, 1e-4, 1e-5}) {
-      methods.push_back(compared(options, keep, sampled, kSampled, {}, risk, {}));
-    }
+    const auto add = [&](const std::string& importance, Selection select, Estimator estimator,
+                         std::optional<double> epsilon, std::optional<double> risk,
+                         std::optional<double> probability) {
+      methods.push_back(
+          compared(options, keep, importance, select, estimator, epsilon, risk, probability));
+    };
+    add(largest, Selection::topk, Estimator::plain, {}, {}, {});
+    add(largest, Selection::topk, Estimator::plain, {}, {}, 1e-3);
+    add(largest, Selection::topk, Estimator::clusters, {}, {}, 1e-3);
+    add(sampled, Selection::poisson, Estimator::plain, {}, {}, {});
+    add(sampled, Selection::spread, Estimator::plain, {}, {}, {});
+    add(sampled, kSampled, kEstimator, {}, {}, {});
+    for (const double epsilon : {0.05, 0.1, 0.3})
+      add(sampled, kSampled, kEstimator, epsilon, {}, {});
+    for (const double risk : {1e-3, 1e-4, 1e-5}) add(sampled, kSampled, kEstimator, {}, risk, {});
   }
   return methods;
 }

@@ -34,6 +34,8 @@ constexpr const char* kWords = R"(Words
   importance   How much a token matters, from the recording. kvzip: the largest attention probability it received
                while the model repeated its own context (KVzip). kvzip_mean, kvzip_rms: the mean and the root mean
                square of the same. A maximum suits top-k, sampling wants a mean. Others: what the file has.
+  estimator    plain: the drawn tokens alone, each for those like it (the paper's). clusters: of each cluster of 64
+               similar tokens the drawn ones and the mean of its values; the sketch says what a cluster weighs.
   epsilon      The paper's rule: fetch until the denominator D of the softmax is certified to be within this
                relative error. 0.05 is strict, 0.3 a coarse floor.
   delta        How often the certified bound may be missed: 0.1 promises at most one draw in ten.
@@ -120,7 +122,7 @@ class CommandLine {
     options_.file = options_.files.front();
     if (options_.compare) {
       if (options_.promise) throw UsageError("--promise and --compare exclude each other");
-      refuse("--compare", {keep_, epsilon_, risk_, probability_, select_, fetch_});
+      refuse("--compare", {keep_, epsilon_, risk_, probability_, select_, estimator_, fetch_});
     }
     if (options_.promise) {
       take_promise();
@@ -157,6 +159,9 @@ class CommandLine {
     select_ = reader_.word<Selection>(
         "--select", options_.select,
         worded({Selection::poisson, Selection::spread, Selection::topk}), "Who stays resident");
+    estimator_ = reader_.word<Estimator>("--estimator", options_.estimator,
+                                         worded({Estimator::plain, Estimator::clusters}),
+                                         "Who speaks for what is not fetched");
     fetch_ =
         reader_.word<FetchMode>("--fetch", options_.fetch,
                                 worded({FetchMode::verified, FetchMode::never, FetchMode::always}),
@@ -253,6 +258,7 @@ class CommandLine {
   CLI::Option* risk_ = nullptr;
   CLI::Option* probability_ = nullptr;
   CLI::Option* select_ = nullptr;
+  CLI::Option* estimator_ = nullptr;
   CLI::Option* fetch_ = nullptr;
 };
 

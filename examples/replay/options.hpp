@@ -49,6 +49,7 @@ struct Options {
   std::string sketch = "2";           // exact, 2, 3, 4
   std::vector<std::string> sketches;  // with promise: those of the grid
   Selection select = StudyConfig{}.select;
+  Estimator estimator = StudyConfig{}.estimator;
   FetchMode fetch = FetchMode::verified;
   FetchOrder order = FetchOrder::worth;
   std::string importance;  // empty: kvzip_mean for sampling, kvzip for top-k
@@ -108,6 +109,7 @@ std::int64_t select_steps(const Options& options, const RecordedCache& cache);
 
 // The words of the command line and of the JSON.
 const char* word(Selection select);
+const char* word(Estimator estimator);
 const char* word(FetchMode mode);
 const char* word(FetchOrder order);
 const char* word(Pool pool);

@@ -34,6 +34,7 @@ Decision judge(const Reference& reference, std::int64_t index, std::span<const f
   decision.output_error = square == 0 ? 0.0 : std::sqrt(square) / norm;
   if (std::isnan(decision.output_error))
     decision.output_error = std::numeric_limits<double>::infinity();
+  decision.estimated_error = report.output_error / norm;
   decision.denominator_error =
       std::fabs(std::expm1(static_cast<double>(lse) - reference.lse[place]));
   // The LSE is a float, and so are the sums behind it.

@@ -21,6 +21,7 @@ namespace verkv::replay {
 // What one query head's step came to.
 struct Decision {
   double output_error = 0;
+  double estimated_error = 0;  // by the step itself, relative to the true output
   double denominator_error = 0;
   double rounding = 0;  // of the comparison itself
   double certificate = 0;

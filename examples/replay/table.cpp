@@ -129,6 +129,12 @@ std::string details(const Row& row) {
       of_trials(row.steps_fetched));
   text += fmt::format("(c)    {} steps had such a decision in any head of any layer\n",
                       of_trials(row.any_head));
+  if (row.above_estimate.trials > 0) {
+    text += fmt::format(
+        "error  {} decisions had an output further off than the step estimated\n"
+        "       {} than twice of that\n",
+        of_trials(row.above_estimate), of_trials(row.above_two_estimates));
+  }
   return text;
 }
 
@@ -199,7 +205,7 @@ std::string table(const Measurement& measurement, const Options& options) {
     if (row.layer && !options.by_layer) continue;
     if (has_rate(row) && row.method->config.keep != keep) {
       keep = row.method->config.keep;
-      const Row* example = find_row(measurement, "poisson", keep, {}, {});
+      const Row* example = find_row(measurement, "risk", keep, {}, 1e-4);
       text += fmt::format("{}: {}\n", rate_label(keep),
                           memory_line(example != nullptr ? *example : row));
     }

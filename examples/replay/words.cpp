@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include "../common/cache_options.hpp"
 #include "options.hpp"
 
 namespace verkv::replay {
@@ -18,6 +19,8 @@ const char* word(Selection select) {
   }
   return "?";
 }
+
+const char* word(Estimator estimator) { return examples::estimator_word(estimator); }
 
 const char* word(FetchMode mode) {
   switch (mode) {

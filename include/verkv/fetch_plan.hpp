@@ -91,7 +91,7 @@ VERKV_HD constexpr float limit_rank(float rank, float worth, double denominator)
 // Where a head's prefix of the order of worth ends.
 struct FetchThreshold {
   float worth = 0;        // fetch every token that is worth more
-  std::int64_t ties = 0;  // and so many tokens that are worth exactly this, lowest positions first
+  std::int64_t ties = 0;  // and so many tokens that are worth exactly this, lowest places first
 };
 
 // The first pivot of the search for that threshold. sorted: a sample of the open tokens' worth,

@@ -22,9 +22,10 @@ inline constexpr SequenceId kNoSequence{};
 
 // What a step did for one query head.
 struct QueryHeadReport {
-  // The bound of Eq. 7 on |D_hat - D| / D over what was not fetched, from sketched weights,
-  // enlarged where the sketch was measured to be far off (sketch_error.hpp). 0 where the answer is
-  // exact, infinite where the bound cannot be computed (a NaN logit) or the sketch not be measured.
+  // The bound of Eq. 7 on |D_hat - D| / D of the plain estimate over what was not fetched, from
+  // sketched weights, enlarged where the sketch was measured to be far off (sketch_error.hpp). By
+  // Estimator::clusters D is within twice of it. 0 where the answer is exact, infinite where the bound
+  // cannot be computed (a NaN logit) or the sketch not be measured.
   double epsilon = 0;
   // epsilon is finite and not above FetchConfig::epsilon (any finite one where that rule is off). A
   // value, not an error: a fetch limit may prevent it. true where the sequence has no token in the
@@ -35,6 +36,10 @@ struct QueryHeadReport {
   // The sketch's error in natural-log units of a weight, as measured on drawn tokens. 0 where the
   // sketch is exact or nothing is compressed; infinite where no token of L was drawn.
   double sketch_error = 0;
+  // An estimate, not a bound, of how far the output is from the exact one: a standard error, as a
+  // Euclidean length in units of the values (clusters.hpp, (5)). 0 where nothing is estimated,
+  // infinite where nothing is known: by Estimator::plain, or with a sketch that is of no use.
+  double output_error = 0;
 };
 
 // What a step did for one KV head: the union over its group of query heads.
@@ -65,16 +70,17 @@ struct AttendBatch {
 // Bytes in use, by tier and purpose.
 struct MemoryReport {
   std::int64_t resident_bytes = 0;  // keys and values on the fast tier, local window included
-  std::int64_t sketch_bytes = 0;    // codes, scales, channel means, the queries' side of a basis
-  std::int64_t metadata_bytes = 0;  // odds, positions, scores of the local window
+  // Codes, scales, channel means, the queries' side of a basis, centroids and spreads of clusters.
+  std::int64_t sketch_bytes = 0;
+  std::int64_t metadata_bytes = 0;  // odds, places, scores of the local window
   std::int64_t host_bytes = 0;      // keys and values on the host tier
-  // Main memory, for tokens to come and for redraws: a calibrated sketch's basis, a spread sample's
-  // order.
+  // Main memory, for tokens to come, for redraws and to find moved tokens: a calibrated sketch's basis,
+  // the order of compressed tokens.
   std::int64_t basis_bytes = 0;
   std::int64_t workspace_bytes = 0;  // buffers of a step; shared by all sequences
   std::int64_t reserved_bytes = 0;   // allocated beyond all of the above, for growth
   // Main memory: blocks of the host tier, with their room for growth, that the device reads though
-  // they could not be pinned. host_bytes and reserved_bytes count them already.
+  // they could not be pinned. host_bytes, basis_bytes and reserved_bytes count them already.
   std::int64_t pageable_bytes = 0;
 
   std::int64_t fast_bytes() const { return resident_bytes + sketch_bytes + metadata_bytes; }

@@ -29,6 +29,7 @@ VERKV_HD constexpr T shrinkage_lambda(T w, T rho, T beta) {
 // rho). cap = infinity switches it off.
 //
 // Dialect: cuda/terms.cuh: drawn_logit
+// Dialect: src/cpu/simd/weights-inl.hpp: drawn_coefficient
 template <class T>
 VERKV_HD constexpr T drawn_coefficient(T w_sketched, T w_exact, T rho, T beta, T cap) {
   T lambda = shrinkage_lambda(w_sketched, rho, beta);

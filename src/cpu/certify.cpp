@@ -55,7 +55,7 @@ void solve_certificate(HeadGroup& group) {
 }
 
 double measure_sketch(HeadGroup& group, int h) {
-  const std::span<const std::uint32_t> position = group.store.resident_positions();
+  const std::span<const std::uint32_t> place = group.store.resident_places();
   const float* weight = group.weight(h);
   const float* logit = group.resident_logit(h);
   const float shift = group.state(h).shift;
@@ -70,7 +70,7 @@ double measure_sketch(HeadGroup& group, int h) {
       const std::int64_t slot = first + lane * stride;
       rho[lane] = std::numeric_limits<float>::infinity();
       if (slot >= group.drawn) continue;
-      w[lane] = weight[position[static_cast<std::size_t>(slot)]];
+      w[lane] = weight[place[static_cast<std::size_t>(slot)]];
       exact[lane] = logit[slot] - shift;
       rho[lane] = group.workspace.slot_odds[static_cast<std::size_t>(slot)];
     }
@@ -103,8 +103,8 @@ void certify_rest(HeadGroup& group, std::int64_t fetched, bool is_known,
   for (int h = 0; h < group.heads; ++h)
     group.state(h).sketch_error = measures ? measure_sketch(group, h) : 0;
   for (std::int64_t i = 0; i < fetched; ++i) {
-    const std::uint32_t position = group.workspace.fetched[static_cast<std::size_t>(i)];
-    for (int h = 0; h < group.heads; ++h) group.weight(h)[position] = 0;
+    const std::uint32_t place = group.workspace.fetched[static_cast<std::size_t>(i)];
+    for (int h = 0; h < group.heads; ++h) group.weight(h)[place] = 0;
   }
   if (group.compressed > 0 && !is_known) {
     solve_beta(group);

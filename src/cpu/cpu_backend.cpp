@@ -50,6 +50,7 @@ class CpuBackend final : public Backend {
         shape.group = static_cast<int>(shape.config.query_heads / shape.config.kv_heads);
         shape.scale = logit_scale(shape.config);
         shape.soft_cap = static_cast<float>(shape.config.soft_cap.value_or(0));
+        shape.clusters = config.study.estimator == Estimator::clusters;
         shape.sketch = largest_sketch_shape(config.sketch.kind, config.sketch.bits,
                                             static_cast<int>(shape.config.key_dim));
       }
@@ -135,8 +136,8 @@ class CpuBackend final : public Backend {
         const std::span<const Positive16> odds(store.odds(),
                                                static_cast<std::size_t>(store.compressed()));
         drawn.push_back(store.redraw(
-            shapes_[layer],
-            draw_positions(compressor_.draw_id(draw, layer, h), odds, 0, store.order())));
+            shapes_[layer], draw_places(compressor_.draw_id(draw, layer, h), config_.study.select,
+                                        odds, 0, store.order())));
       }
     }
     std::size_t next = 0;
@@ -279,8 +280,9 @@ class CpuBackend final : public Backend {
         [&](const HeadCompression& head) {
           const HeadStore& store = store_of(head);
           const LayerShape& shape = shapes_[head.layer];
-          return HeadRows{store.host_keys(shape), store.host_values(shape),
-                          &store.order().directions};
+          const HeadOrder& order = store.order();
+          return HeadRows{store.host_keys(shape), store.host_values(shape), &order.directions,
+                          order.position, order.open_odds};
         },
         prompt_queries,
         [this](std::int64_t count, const Compressor::Task& task) {
@@ -305,7 +307,7 @@ class CpuBackend final : public Backend {
     }
     pool_.run(static_cast<std::int64_t>(heads.size()), [&](int worker, std::int64_t index) {
       const HeadCompression& head = heads[static_cast<std::size_t>(index)];
-      store_of(head).compress(shapes_[head.layer], kernels_, head.odds, head.drawn,
+      store_of(head).compress(shapes_[head.layer], kernels_, head.odds, head.drawn, head.clusters,
                               std::span(scratch).subspan(
                                   static_cast<std::size_t>(worker) * scratch_size, scratch_size));
     });

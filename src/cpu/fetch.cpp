@@ -71,7 +71,7 @@ class Planner {
   FetchThreshold searched_threshold(int h) {
     const HeadState& s = group_.state(h);
     PlanArrays arrays{ws_.plan_weight.data(), ws_.plan_odds.data(), ws_.plan_worth.data(),
-                      ws_.plan_position.data(), 0};
+                      ws_.plan_place.data(), 0};
     group_.kernels.plan_start(group_.weight(h), group_.store.odds(), group_.compressed, s.beta,
                               arrays);
     return search_fetch_threshold(group_.kernels, arrays, s.beta, s.denominator, stop_.log_term,
@@ -188,11 +188,11 @@ class Planner {
     const std::int64_t limit = group_.rules.limit_tokens;
     if (!has_limit() || plan_.tokens <= limit) return;
     plan_.limited = true;
-    const auto rank = [&](std::uint32_t position) {
+    const auto rank = [&](std::uint32_t place) {
       float best = 0;
       for (int h = 0; h < group_.heads; ++h) {
         const HeadState& s = group_.state(h);
-        if (s.computable) best = limit_rank(best, worth(h, position), s.denominator);
+        if (s.computable) best = limit_rank(best, worth(h, place), s.denominator);
       }
       return best;
     };
@@ -208,11 +208,11 @@ class Planner {
   }
 
   bool has_limit() const { return group_.rules.limit_tokens > 0; }
-  float worth(int h, std::int64_t position) const {
-    return fetch_worth(group_.weight(h)[position], group_.odds(position), group_.state(h).beta);
+  float worth(int h, std::int64_t place) const {
+    return fetch_worth(group_.weight(h)[place], group_.odds(place), group_.state(h).beta);
   }
-  void push_fetched(std::int64_t position) {
-    ws_.fetched[static_cast<std::size_t>(plan_.tokens++)] = static_cast<std::uint32_t>(position);
+  void push_fetched(std::int64_t place) {
+    ws_.fetched[static_cast<std::size_t>(plan_.tokens++)] = static_cast<std::uint32_t>(place);
   }
 
   HeadGroup& group_;

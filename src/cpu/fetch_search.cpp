@@ -159,7 +159,7 @@ class Search {
     return result;
   }
 
-  // Moves the tokens worth bad_ to the front of the plan, by position, and returns their number.
+  // Moves the tokens worth bad_ to the front of the plan, by place, and returns their number.
   std::int64_t gather_ties() {
     std::int64_t ties = 0;
     for (std::int64_t i = 0; i < plan_.count; ++i) {
@@ -167,7 +167,7 @@ class Search {
       std::swap(plan_.weight[i], plan_.weight[ties]);
       std::swap(plan_.odds[i], plan_.odds[ties]);
       std::swap(plan_.worth[i], plan_.worth[ties]);
-      std::swap(plan_.position[i], plan_.position[ties]);
+      std::swap(plan_.place[i], plan_.place[ties]);
       ++ties;
     }
     return ties;

@@ -13,7 +13,7 @@ namespace verkv::cpu {
 // plan: from Kernels::plan_start (w > 0, worth at some beta), destroyed. beta_all: beta over all of
 // it. Needs: the certificate over all of the plan exceeds target. The result's rest certifies with
 // outward_certificate <= target, and fetching one token less in the order (worth descending,
-// position ascending) does not.
+// place ascending) does not.
 FetchThreshold search_fetch_threshold(const Kernels& kernels, PlanArrays& plan, float beta_all,
                                       double denominator, double log_term, double target);
 

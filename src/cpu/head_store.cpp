@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include <verkv/clusters.hpp>
+
 #include "window_score.hpp"
 
 namespace verkv::cpu {
@@ -75,13 +77,18 @@ Rows HeadStore::resident_values(const LayerShape& shape) const {
           static_cast<int>(shape.config.value_dim)};
 }
 
+Rows HeadStore::centroids(const LayerShape& shape) const {
+  return {centroids_.data(), shape.storage, shape.config.value_dim,
+          static_cast<int>(shape.config.value_dim)};
+}
+
 void HeadStore::reserve_append(const LayerShape& shape, std::int64_t count) {
   const std::size_t element = size_bytes(shape.storage);
   const std::size_t n = static_cast<std::size_t>(count);
   reserve_more(host_, n * bytes(shape.row_bytes()));
   reserve_more(resident_key_, n * bytes(shape.config.key_dim) * element);
   reserve_more(resident_value_, n * bytes(shape.config.value_dim) * element);
-  reserve_more(resident_position_, n);
+  reserve_more(resident_place_, n);
   reserve_more(window_square_, n);
   reserve_more(window_steps_, n);
 }
@@ -106,7 +113,7 @@ void HeadStore::append(const LayerShape& shape, const TensorView& keys, const Te
     host_at += key_bytes + value_bytes;
     key_at += key_bytes;
     value_at += value_bytes;
-    resident_position_.push_back(static_cast<std::uint32_t>(tokens_ + t));
+    resident_place_.push_back(static_cast<std::uint32_t>(tokens_ + t));
   }
   window_square_.resize(window_square_.size() + count, 0.0f);
   window_steps_.resize(window_steps_.size() + count, 0u);
@@ -121,16 +128,22 @@ void HeadStore::reserve_compress(const LayerShape& shape, const SketchShape& cod
     if (wanted > vector.size()) reserve_more(vector, wanted - vector.size());
   };
   to(odds_, padded);
+  if (shape.clusters) {
+    to(centroids_, clusters_of(end) * shape.config.value_dim *
+                       static_cast<std::int64_t>(size_bytes(shape.storage)));
+    to(spreads_, clusters_of(end));
+  }
   if (!has_codes(shape.sketch.kind)) return;
   to(codes_, code_storage_bytes(codes, end));
   to(scales_, padded);
   to(channel_means_, shape.config.key_dim);
 }
 
-void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int64_t position,
+void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
                        std::span<float> scratch) noexcept {
   const Rows keys = host_keys(shape);
-  const std::size_t at = static_cast<std::size_t>(position);
+  const std::size_t at = static_cast<std::size_t>(place);
+  const std::int64_t position = static_cast<std::int64_t>(order_.position[at]);
   const std::size_t dim = static_cast<std::size_t>(shape.config.key_dim);
   const std::size_t padded_dim = static_cast<std::size_t>(round_up(shape.config.key_dim, kLanes));
   const std::span<float> key = scratch.first(dim);
@@ -145,13 +158,12 @@ void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int
                     static_cast<int>(shape.config.key_dim)},
                    nullptr, basis_.shape.dim, key.data(), 1, static_cast<std::int64_t>(padded_dim),
                    stored.data(), static_cast<std::int64_t>(padded_dim));
-  scales_[at] =
-      encode_key(basis_.shape, kSketchLevels, basis_.bands, stored, codes_.data(), position);
+  scales_[at] = encode_key(basis_.shape, kSketchLevels, basis_.bands, stored, codes_.data(), place);
 }
 
 void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
                          std::span<const Positive16> odds, std::span<const std::uint32_t> drawn,
-                         std::span<float> scratch) noexcept {
+                         const Clusters& clusters, std::span<float> scratch) noexcept {
   const std::int64_t begin = compressed_;
   const std::int64_t end = begin + static_cast<std::int64_t>(odds.size());
   const std::size_t padded = static_cast<std::size_t>(round_up(end, kSketchGroup));
@@ -169,11 +181,22 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
     for (std::int64_t i = begin; i < end; ++i) encode(shape, kernels, i, scratch);
   }
 
+  if (shape.clusters) {
+    const std::size_t row = bytes(shape.config.value_dim) * size_bytes(shape.storage);
+    const std::size_t count = bytes(clusters_of(end));
+    centroids_.resize(count * row);
+    std::copy(clusters.centroids.begin(), clusters.centroids.end(),
+              centroids_.end() - static_cast<std::ptrdiff_t>(clusters.centroids.size()));
+    spreads_.resize(count);
+    std::copy(clusters.spread.begin(), clusters.spread.end(),
+              spreads_.end() - static_cast<std::ptrdiff_t>(clusters.spread.size()));
+  }
+
   keep_drawn(shape, drawn, end);
   // A fast tier that holds on to the memory of the prefill has saved nothing.
   shrink(resident_key_);
   shrink(resident_value_);
-  shrink(resident_position_);
+  shrink(resident_place_);
   const std::ptrdiff_t gone = static_cast<std::ptrdiff_t>(end - begin);
   window_square_.erase(window_square_.begin(), window_square_.begin() + gone);
   window_steps_.erase(window_steps_.begin(), window_steps_.begin() + gone);
@@ -182,53 +205,59 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
   compressed_ = end;
 }
 
-// The window's rows follow the drawn ones; those of positions below `end` that are drawn stay, in
-// order, the others go.
+void HeadStore::copy_row(const LayerShape& shape, std::uint32_t position, std::byte* key,
+                         std::byte* value) const noexcept {
+  const std::size_t key_bytes = bytes(shape.config.key_dim) * size_bytes(shape.storage);
+  const std::size_t value_bytes = bytes(shape.config.value_dim) * size_bytes(shape.storage);
+  const std::byte* row = host_.data() + position * (key_bytes + value_bytes);
+  std::memcpy(key, row, key_bytes);
+  std::memcpy(value, row + key_bytes, value_bytes);
+}
+
+// The window's rows follow the drawn ones. Its first (end - compressed_) leave; the rest moves up to
+// make place for those that are drawn of them, which come back by place.
 void HeadStore::keep_drawn(const LayerShape& shape, std::span<const std::uint32_t> drawn,
                            std::int64_t end) noexcept {
-  const std::size_t element = size_bytes(shape.storage);
-  const std::size_t key_bytes = bytes(shape.config.key_dim) * element;
-  const std::size_t value_bytes = bytes(shape.config.value_dim) * element;
-  std::size_t to = static_cast<std::size_t>(drawn_residents_);
-  auto next = drawn.begin();
-  for (std::size_t from = to; from < resident_position_.size(); ++from) {
-    const std::uint32_t position = resident_position_[from];
-    if (position < end) {
-      if (next == drawn.end() || *next != position) continue;
-      ++next;
-    }
-    if (to != from) {
-      std::memcpy(resident_key_.data() + to * key_bytes, resident_key_.data() + from * key_bytes,
-                  key_bytes);
-      std::memcpy(resident_value_.data() + to * value_bytes,
-                  resident_value_.data() + from * value_bytes, value_bytes);
-      resident_position_[to] = position;
-    }
-    ++to;
-    if (position < end) drawn_residents_ = static_cast<std::int64_t>(to);
+  const std::size_t key_bytes = bytes(shape.config.key_dim) * size_bytes(shape.storage);
+  const std::size_t value_bytes = bytes(shape.config.value_dim) * size_bytes(shape.storage);
+  const std::size_t kept = static_cast<std::size_t>(drawn_residents_);
+  const std::size_t from = kept + static_cast<std::size_t>(end - compressed_);
+  const std::size_t window = resident_place_.size() - from;
+  const std::size_t to = kept + drawn.size();
+  std::memmove(resident_key_.data() + to * key_bytes, resident_key_.data() + from * key_bytes,
+               window * key_bytes);
+  std::memmove(resident_value_.data() + to * value_bytes,
+               resident_value_.data() + from * value_bytes, window * value_bytes);
+  std::copy_n(resident_place_.begin() + static_cast<std::ptrdiff_t>(from), window,
+              resident_place_.begin() + static_cast<std::ptrdiff_t>(to));
+  for (std::size_t k = 0; k < drawn.size(); ++k) {
+    const std::size_t slot = kept + k;
+    resident_place_[slot] = drawn[k];
+    copy_row(shape, order_.position[drawn[k]], resident_key_.data() + slot * key_bytes,
+             resident_value_.data() + slot * value_bytes);
   }
-  resident_key_.resize(to * key_bytes);
-  resident_value_.resize(to * value_bytes);
-  resident_position_.resize(to);
+  resident_key_.resize((to + window) * key_bytes);
+  resident_value_.resize((to + window) * value_bytes);
+  resident_place_.resize(to + window);
+  drawn_residents_ = static_cast<std::int64_t>(to);
 }
 
 HeadStore::Residents HeadStore::redraw(const LayerShape& shape,
                                        std::span<const std::uint32_t> drawn) const {
   Residents result;
-  result.position.assign(drawn.begin(), drawn.end());
+  result.place.assign(drawn.begin(), drawn.end());
   result.drawn = static_cast<std::int64_t>(drawn.size());
   for (std::int64_t i = compressed_; i < tokens_; ++i)
-    result.position.push_back(static_cast<std::uint32_t>(i));
+    result.place.push_back(static_cast<std::uint32_t>(i));
 
-  const std::size_t element = size_bytes(shape.storage);
-  const std::size_t key_bytes = bytes(shape.config.key_dim) * element;
-  const std::size_t value_bytes = bytes(shape.config.value_dim) * element;
-  result.key.resize(result.position.size() * key_bytes);
-  result.value.resize(result.position.size() * value_bytes);
-  for (std::size_t slot = 0; slot < result.position.size(); ++slot) {
-    const std::byte* row = host_.data() + result.position[slot] * (key_bytes + value_bytes);
-    std::memcpy(result.key.data() + slot * key_bytes, row, key_bytes);
-    std::memcpy(result.value.data() + slot * value_bytes, row + key_bytes, value_bytes);
+  const std::size_t key_bytes = bytes(shape.config.key_dim) * size_bytes(shape.storage);
+  const std::size_t value_bytes = bytes(shape.config.value_dim) * size_bytes(shape.storage);
+  result.key.resize(result.place.size() * key_bytes);
+  result.value.resize(result.place.size() * value_bytes);
+  for (std::size_t slot = 0; slot < result.place.size(); ++slot) {
+    const std::uint32_t place = result.place[slot];
+    copy_row(shape, slot < drawn.size() ? order_.position[place] : place,
+             result.key.data() + slot * key_bytes, result.value.data() + slot * value_bytes);
   }
   return result;
 }
@@ -236,7 +265,7 @@ HeadStore::Residents HeadStore::redraw(const LayerShape& shape,
 void HeadStore::take(Residents&& residents) noexcept {
   resident_key_ = std::move(residents.key);
   resident_value_ = std::move(residents.value);
-  resident_position_ = std::move(residents.position);
+  resident_place_ = std::move(residents.place);
   drawn_residents_ = residents.drawn;
 }
 
@@ -262,17 +291,20 @@ void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const 
   };
   report.host_bytes += tokens_ * shape.row_bytes();
   report.resident_bytes += used(resident_key_) + used(resident_value_);
-  report.sketch_bytes += used(codes_) + used(scales_) + used(channel_means_) + used(basis_.query);
+  report.sketch_bytes += used(codes_) + used(scales_) + used(channel_means_) + used(basis_.query) +
+                         used(centroids_) + used(spreads_);
   report.basis_bytes += used(basis_.encode) + order_.bytes();
   report.metadata_bytes +=
-      used(resident_position_) + used(odds_) + used(window_square_) + used(window_steps_);
+      used(resident_place_) + used(odds_) + used(window_square_) + used(window_steps_);
   spare(host_);
   spare(resident_key_);
   spare(resident_value_);
-  spare(resident_position_);
+  spare(resident_place_);
   spare(codes_);
   spare(scales_);
   spare(odds_);
+  spare(centroids_);
+  spare(spreads_);
   spare(window_square_);
   spare(window_steps_);
   spare(order_.position);

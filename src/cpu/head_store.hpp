@@ -12,6 +12,7 @@
 #include <verkv/settings.hpp>
 #include <verkv/sketch.hpp>
 
+#include "compression.hpp"
 #include "cpu/kernels.hpp"
 #include "rows.hpp"
 #include "sketch_basis.hpp"
@@ -47,7 +48,8 @@ struct LayerShape {
   float scale = 1;
   float soft_cap = 0;  // 0: none
   DType storage = DType::f16;
-  SketchShape sketch;  // the largest; each head has its own
+  SketchShape sketch;     // the largest; each head has its own
+  bool clusters = false;  // estimates by clusters
 
   std::int64_t row_elements() const { return config.key_dim + config.value_dim; }
   std::int64_t row_bytes() const {
@@ -55,29 +57,33 @@ struct LayerShape {
   }
 };
 
-// Positions [0, compressed) have sketch and odds; of them only the drawn ones are resident.
-// Positions [compressed, tokens) are the local window: all resident.
+// Positions [0, compressed) have sketch and odds, which lie in the order of HeadOrder, by *place*; of
+// them only the drawn ones are resident. Positions [compressed, tokens) are the local window: all
+// resident, and their places are their positions.
 class HeadStore {
  public:
   std::int64_t tokens() const { return tokens_; }
   std::int64_t compressed() const { return compressed_; }
-  std::int64_t residents() const { return static_cast<std::int64_t>(resident_position_.size()); }
-  // Residents that belong to the compressed part; they come first, in order of position.
+  std::int64_t residents() const { return static_cast<std::int64_t>(resident_place_.size()); }
+  // Residents that belong to the compressed part; they come first, in order of place.
   std::int64_t drawn_residents() const { return drawn_residents_; }
 
   // Host tier: key and value of a token side by side, indexed by position.
   Rows host_keys(const LayerShape& shape) const;
   Rows host_values(const LayerShape& shape) const;
-  // Fast tier, indexed by resident slot; position of each slot.
+  // Fast tier, indexed by resident slot; place of each slot.
   Rows resident_keys(const LayerShape& shape) const;
   Rows resident_values(const LayerShape& shape) const;
-  std::span<const std::uint32_t> resident_positions() const { return resident_position_; }
+  std::span<const std::uint32_t> resident_places() const { return resident_place_; }
 
-  // Sketch and odds of positions [0, compressed), readable up to the next multiple of 16.
+  // Sketch and odds of places [0, compressed), readable up to the next multiple of 16.
   const std::uint8_t* codes() const { return codes_.data(); }
   const Positive16* scales() const { return scales_.data(); }
   const Positive16* odds() const { return odds_.data(); }
   std::span<const float> channel_means() const { return channel_means_; }
+  // Fast tier, by cluster; none unless the layer estimates by clusters.
+  Rows centroids(const LayerShape& shape) const;
+  std::span<const Positive16> spreads() const { return spreads_; }
   // The form of the codes.
   const SketchShape& sketch(const LayerShape& shape) const {
     return has_codes(shape.sketch.kind) ? basis_.shape : shape.sketch;
@@ -94,26 +100,26 @@ class HeadStore {
   // Before the first compression, unless the sketch is exact.
   void take(SketchBasis&& basis) noexcept { basis_ = std::move(basis); }
 
-  // The walks of a spread sample; empty otherwise.
   const HeadOrder& order() const { return order_; }
-  // Walks of the tokens that are compressed next; after reserve_walks of them it cannot fail.
-  void reserve(const HeadOrder& more) { reserve_walks(order_, more); }
-  void take(HeadOrder&& more) noexcept { take_walks(order_, std::move(more)); }
+  // Places of the tokens that are compressed next; after reserve of them take cannot fail.
+  void reserve(const HeadOrder& more) { reserve_places(order_, more); }
+  void take(HeadOrder&& more) noexcept { take_places(order_, std::move(more)); }
 
   // Room to compress up to position `end` with codes of this form; afterwards compress of them
   // cannot fail.
   void reserve_compress(const LayerShape& shape, const SketchShape& codes, std::int64_t end);
-  // Compresses positions [compressed, compressed + odds.size()) with these odds; of them those in
-  // `drawn`, ascending, stay resident. The first time after take of a basis. scratch: twice key_dim
-  // rounded up to 16, in floats.
+  // Compresses positions [compressed, compressed + odds.size()) with these odds, by place; the places
+  // in `drawn`, ascending, stay resident. After take of their order, the
+  // first time also of a basis. scratch: twice key_dim rounded up to 16, in floats.
   void compress(const LayerShape& shape, const Kernels& kernels, std::span<const Positive16> odds,
-                std::span<const std::uint32_t> drawn, std::span<float> scratch) noexcept;
+                std::span<const std::uint32_t> drawn, const Clusters& clusters,
+                std::span<float> scratch) noexcept;
   // The residents where `drawn`, ascending, are those of the compressed part; take puts them in
   // place of those that are there.
   struct Residents {
     AlignedVector<std::byte> key;
     AlignedVector<std::byte> value;
-    std::vector<std::uint32_t> position;
+    std::vector<std::uint32_t> place;
     std::int64_t drawn = 0;
   };
   Residents redraw(const LayerShape& shape, std::span<const std::uint32_t> drawn) const;
@@ -129,10 +135,13 @@ class HeadStore {
   void add_memory(const LayerShape& shape, MemoryReport& report) const;
 
  private:
-  void encode(const LayerShape& shape, const Kernels& kernels, std::int64_t position,
+  void encode(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
               std::span<float> scratch) noexcept;
   void keep_drawn(const LayerShape& shape, std::span<const std::uint32_t> drawn,
                   std::int64_t end) noexcept;
+  // Copies the row of a compressed token from the host tier to a resident slot.
+  void copy_row(const LayerShape& shape, std::uint32_t position, std::byte* key,
+                std::byte* value) const noexcept;
 
   std::int64_t tokens_ = 0;
   std::int64_t compressed_ = 0;
@@ -140,11 +149,13 @@ class HeadStore {
   AlignedVector<std::byte> host_;
   AlignedVector<std::byte> resident_key_;
   AlignedVector<std::byte> resident_value_;
-  std::vector<std::uint32_t> resident_position_;
+  std::vector<std::uint32_t> resident_place_;
   AlignedVector<std::uint8_t> codes_;
   std::vector<Positive16> scales_;
   std::vector<Positive16> odds_;
   std::vector<float> channel_means_;
+  AlignedVector<std::byte> centroids_;
+  std::vector<Positive16> spreads_;
   SketchBasis basis_;
   HeadOrder order_;
   std::vector<float> window_square_;

@@ -5,7 +5,9 @@
 
 #include <verkv/attention.hpp>
 #include <verkv/certificate.hpp>
+#include <verkv/clusters.hpp>
 #include <verkv/fetch_plan.hpp>
+#include <verkv/shrinkage.hpp>
 
 #include "cpu/kernels.hpp"
 
@@ -97,6 +99,52 @@ void weights(float* w, std::int64_t stride, const Positive16* odds, std::int64_t
   }
 }
 
+void cluster_sums(const float* w, std::int64_t count, float* out_sum, float* out_square) {
+  for (std::int64_t first = 0; first < count; first += kClusterTokens) {
+    float lane[kLanes] = {};
+    float square[kLanes] = {};
+    for (std::int64_t i = first; i < std::min(first + kClusterTokens, count); ++i) {
+      lane[i % kLanes] += w[i];
+      square[i % kLanes] = std::fma(w[i], w[i], square[i % kLanes]);
+    }
+    out_sum[first / kClusterTokens] = fold16(lane);
+    out_square[first / kClusterTokens] = fold16(square);
+  }
+}
+
+void cluster_terms(const float* sketched, const float* exact, const float* odds, std::int64_t count,
+                   float beta, float cap, float* out_x, float* out_y, double& out_plain) {
+  LaneSum plain;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float w = sketched[i];
+    const bool low = w >= 0;
+    out_x[i] = low ? w * drawn_coefficient(w, w, odds[i], beta, cap) : 0.0f;
+    const float y = exact[i] * drawn_coefficient(w, exact[i], odds[i], beta, cap);
+    out_y[i] = low ? cluster_term(y) : 0.0f;
+    plain.add(i, out_y[i]);
+  }
+  out_plain = plain.total();
+}
+
+void cluster_counts(const float* y, const float* exact, const std::uint32_t* cluster,
+                    const float* share, const float* spread_square, std::int64_t count,
+                    float* sketched, double& out_mass, double& out_error, float& out_top) {
+  LaneSum mass;
+  LaneSum error;
+  out_top = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const bool low = sketched[i] >= 0;
+    const float counts = share[cluster[i]] * y[i];
+    mass.add(i, low ? counts : 0.0f);
+    error.add(i, low ? spread_square[cluster[i]] * distance_square(counts, exact[i]) : 0.0f);
+    if (!low) continue;
+    sketched[i] = counts;
+    out_top = std::max(out_top, counts);
+  }
+  out_mass = mass.total();
+  out_error = error.total();
+}
+
 void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
                int heads, const float* beta, double* out_weight, double* out_odds) {
   for (int h = 0; h < heads; ++h) {
@@ -158,7 +206,7 @@ void plan_start(const float* w, const Positive16* odds, std::int64_t count, floa
     plan.weight[plan.count] = w[i];
     plan.odds[plan.count] = rho;
     plan.worth[plan.count] = fetch_worth(w[i], rho, beta);
-    plan.position[plan.count] = static_cast<std::uint32_t>(i);
+    plan.place[plan.count] = static_cast<std::uint32_t>(i);
     ++plan.count;
   }
 }
@@ -207,7 +255,7 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
     plan.weight[kept] = w;
     plan.odds[kept] = rho;
     plan.worth[kept] = worth;
-    plan.position[kept] = plan.position[i];
+    plan.place[kept] = plan.place[i];
     ++kept;
   }
   plan.count = kept;
@@ -219,9 +267,10 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
 }  // namespace
 
 const Kernels& scalar_kernels() {
-  static constexpr Kernels kernels{"scalar",   dot_rows,       weighted_rows,  sketch_logits,
-                                   weights,    beta_sums,      tail_sums,      select_tokens,
-                                   plan_start, plan_beta_sums, plan_tail_sums, plan_compact};
+  static constexpr Kernels kernels{"scalar",       dot_rows,       weighted_rows, sketch_logits,
+                                   weights,        cluster_sums,   cluster_terms, cluster_counts,
+                                   beta_sums,      tail_sums,      select_tokens, plan_start,
+                                   plan_beta_sums, plan_tail_sums, plan_compact};
   return kernels;
 }
 

@@ -12,6 +12,7 @@
 #include <verkv/shrinkage.hpp>
 
 #include "cpu/certify.hpp"
+#include "cpu/clusters.hpp"
 #include "cpu/fetch.hpp"
 #include "window_score.hpp"
 
@@ -37,8 +38,11 @@ class Step {
     // Definition 2, then Eqs. 7, 9 and 10 over L, then Eq. 7 over what the plan leaves of it.
     const FetchPlan plan = plan_fetch(group_, arguments_.query_reports);
     certify_rest(group_, plan.tokens, plan.is_certified, arguments_.query_reports);
+    sum_clusters(group_);
     gather(plan.tokens);
     attention();
+    for (int h = 0; h < group_.heads; ++h)
+      arguments_.query_reports[h].output_error = state(h).output_error;
     if (arguments_.score_window) score_window();
     *arguments_.kv_report = {.fetched_tokens = plan.tokens,
                              .moved_tokens = moved_,
@@ -88,9 +92,9 @@ class Step {
                               group_.query(first), heads, group_.query_stride,
                               group_.resident_logit(first), group_.resident_stride);
     });
-    const std::span<const std::uint32_t> position = store_.resident_positions();
+    const std::span<const std::uint32_t> place = store_.resident_places();
     for (std::int64_t i = 0; i < group_.drawn; ++i)
-      ws_.slot_odds[at(i)] = group_.odds(position[at(i)]);
+      ws_.slot_odds[at(i)] = group_.odds(place[at(i)]);
     for (int h = 0; h < group_.heads; ++h) {
       cap_softly(group_.resident_logit(h), group_.residents);
       float top = -kInfinity;
@@ -113,9 +117,9 @@ class Step {
 
   void logits_of_full_keys() {
     group_.in_parts([&](int first, int heads) {
-      group_.kernels.dot_rows(store_.host_keys(group_.shape), nullptr, group_.compressed,
-                              group_.query(first), heads, group_.query_stride, group_.weight(first),
-                              group_.weight_stride);
+      group_.kernels.dot_rows(store_.host_keys(group_.shape), store_.order().position.data(),
+                              group_.compressed, group_.query(first), heads, group_.query_stride,
+                              group_.weight(first), group_.weight_stride);
     });
     for (int h = 0; h < group_.heads; ++h) {
       cap_softly(group_.weight(h), group_.compressed);
@@ -203,20 +207,21 @@ class Step {
   // whose logits are computed from the host's keys. They overwrite the sketched weights, so those
   // that lambda needs are kept first.
   void gather(std::int64_t fetched) {
-    const std::span<const std::uint32_t> position = store_.resident_positions();
+    const std::span<const std::uint32_t> place = store_.resident_places();
+    const std::vector<std::uint32_t>& position = store_.order().position;
     std::int64_t next = 0;
     moved_ = 0;
+    const auto move_next = [&] { ws_.moved[at(moved_++)] = position[ws_.fetched[at(next++)]]; };
     for (std::int64_t i = 0; i < group_.drawn; ++i) {
-      const std::uint32_t p = position[at(i)];
-      while (next < fetched && ws_.fetched[at(next)] < p)
-        ws_.moved[at(moved_++)] = ws_.fetched[at(next++)];
+      const std::uint32_t p = place[at(i)];
+      while (next < fetched && ws_.fetched[at(next)] < p) move_next();
       const bool is_fetched = next < fetched && ws_.fetched[at(next)] == p;
       if (is_fetched) ++next;
       const bool exact = is_fetched || ws_.slot_odds[at(i)] == kInfinity;
       for (int h = 0; h < group_.heads; ++h)
         group_.resident_sketched(h)[i] = exact ? -1.0f : group_.weight(h)[p];
     }
-    while (next < fetched) ws_.moved[at(moved_++)] = ws_.fetched[at(next++)];
+    while (next < fetched) move_next();
     if (moved_ == 0) return;
     group_.in_parts([&](int first, int heads) {
       group_.kernels.dot_rows(store_.host_keys(group_.shape), ws_.moved.data(), moved_,
@@ -232,7 +237,10 @@ class Step {
     std::fill(ws_.output.begin(), ws_.output.begin() + group_.heads * dim, 0.0f);
     for (int h = 0; h < group_.heads; ++h) attention_shift(h);
     group_.in_parts([&](int first, int heads) { attention_weights(first, heads); });
-    for (int h = 0; h < group_.heads; ++h) apply_coefficients(h);
+    for (int h = 0; h < group_.heads; ++h) {
+      state(h).by_clusters ? take_shares(h) : apply_coefficients(h);
+      sum_estimate(h);
+    }
     group_.in_parts([&](int first, int heads) {
       float* out = ws_.output.data() + first * dim;
       group_.kernels.weighted_rows(store_.resident_values(group_.shape), nullptr, group_.residents,
@@ -241,6 +249,11 @@ class Step {
       if (moved_ > 0) {
         group_.kernels.weighted_rows(store_.host_values(group_.shape), ws_.moved.data(), moved_,
                                      group_.weight(first), heads, group_.weight_stride, out, dim);
+      }
+      if (group_.clusters > 0) {
+        group_.kernels.weighted_rows(store_.centroids(group_.shape), nullptr, group_.clusters,
+                                     group_.cluster_weight(first), heads, group_.cluster_stride,
+                                     out, dim);
       }
     });
     for (int h = 0; h < group_.heads; ++h) write_output(h);
@@ -254,6 +267,12 @@ class Step {
     const float* logit = group_.resident_logit(h);
     float top = -kInfinity;
     for (std::int64_t i = 0; i < moved_; ++i) top = std::max(top, group_.weight(h)[i]);
+    if (s.by_clusters) {
+      const float cluster = s.shift + std::log(share_clusters(group_, h));
+      for_exact(h, [&](std::int64_t i) { top = std::max(top, logit[i]); });
+      set_attention_shift(s, std::max(top, cluster));
+      return;
+    }
     float any = top;
     for (std::int64_t i = 0; i < group_.residents; ++i) any = std::max(any, logit[i]);
     const float most = s.shift + std::log(group_.rules.cap * s.beta);
@@ -267,8 +286,21 @@ class Step {
         top = std::max(top, summand);
       }
     }
+    set_attention_shift(s, top);
+  }
+
+  static void set_attention_shift(HeadState& s, float top) {
     s.attention_shift =
         std::fabs(top - s.shift) <= kSharedShift || top == -kInfinity ? s.shift : top;
+  }
+
+  // Calls f(slot) for the residents that count exactly.
+  template <class F>
+  void for_exact(int h, F&& f) {
+    for (std::int64_t i = 0; i < group_.drawn; ++i) {
+      if (!(group_.resident_sketched(h)[i] >= 0)) f(i);
+    }
+    for (std::int64_t i = group_.drawn; i < group_.residents; ++i) f(i);
   }
 
   // Weights under the attention's shift; D_hat starts with the moved tokens.
@@ -288,8 +320,11 @@ class Step {
     for (int h = 0; h < heads; ++h) state(first + h).estimate = sum[at(h)];
   }
 
-  // Multiplies the residents' weights with their coefficients and sums them into D_hat.
+  // Multiplies the residents' weights with their coefficients. Centroids count nothing.
   void apply_coefficients(int h) {
+    std::fill_n(group_.cluster_weight(h), group_.clusters, 0.0f);
+    // Of what is left, nothing is known where anything weighs.
+    state(h).output_error = state(h).bound == 0 ? 0 : kInfinity;
     HeadState& s = state(h);
     float* w = group_.resident_weight(h);
     const float* sketched = group_.resident_sketched(h);
@@ -297,16 +332,35 @@ class Step {
     // is no weight, and a weight that vanishes in them would escape the cap.
     const float to_plan =
         std::clamp(std::exp(s.attention_shift - s.shift), std::numeric_limits<float>::min(), 1e30f);
-    double sum = 0;
     for (std::int64_t i = 0; i < group_.drawn; ++i) {
       if (sketched[i] >= 0) {
         w[i] *= drawn_coefficient(sketched[i], w[i] * to_plan, ws_.slot_odds[at(i)], s.beta,
                                   group_.rules.cap);
       }
-      sum += static_cast<double>(w[i]);
     }
-    for (std::int64_t i = group_.drawn; i < group_.residents; ++i) sum += static_cast<double>(w[i]);
-    s.estimate += sum;
+  }
+
+  // What the clusters say, under the attention's shift.
+  void take_shares(int h) {
+    const HeadState& s = state(h);
+    // Where it is larger, all shares are 0.
+    const float factor = s.correction * std::min(std::exp(s.shift - s.attention_shift), 1e30f);
+    float* w = group_.resident_weight(h);
+    const float* drawn = group_.resident_sketched(h);
+    for (std::int64_t i = 0; i < group_.drawn; ++i)
+      if (drawn[i] >= 0) w[i] = drawn[i] * factor;
+    float* centroid = group_.cluster_weight(h);
+    for (std::int64_t c = 0; c < group_.clusters; ++c) centroid[c] *= factor;
+  }
+
+  // What residents and centroids add to D_hat.
+  void sum_estimate(int h) {
+    const float* w = group_.resident_weight(h);
+    double sum = 0;
+    for (std::int64_t i = 0; i < group_.residents; ++i) sum += static_cast<double>(w[i]);
+    const float* centroid = group_.cluster_weight(h);
+    for (std::int64_t c = 0; c < group_.clusters; ++c) sum += static_cast<double>(centroid[c]);
+    state(h).estimate += sum;
   }
 
   void write_output(int h) {
@@ -314,7 +368,7 @@ class Step {
     const std::int64_t dim = group_.shape.config.value_dim;
     const float* sum = ws_.output.data() + h * dim;
     float* out = arguments_.output + h * dim;
-    const bool empty = group_.residents + moved_ == 0 || s.estimate == 0;
+    const bool empty = group_.residents + moved_ + group_.clusters == 0 || s.estimate == 0;
     for (std::int64_t j = 0; j < dim; ++j)
       out[j] = empty ? 0.0f : static_cast<float>(static_cast<double>(sum[j]) / s.estimate);
     if (arguments_.lse == nullptr) return;

@@ -32,6 +32,18 @@ void Workspace::reserve(const LayerShape& shape, const FetchRules& rules, std::i
   grow(resident_logit, group * padded(residents));
   grow(resident_weight, group * padded(residents));
   grow(resident_sketched, group * padded(residents));
+  if (shape.clusters) {
+    const std::int64_t clusters = clusters_of(compressed);
+    grow(cluster_weight, group * padded(clusters));
+    grow(cluster_square, group * padded(clusters));
+    grow(slot_cluster, residents);
+    grow(cluster_spread_square, clusters);
+    grow(slot_x, residents);
+    grow(slot_y, residents);
+    grow(cluster_x, clusters);
+    grow(cluster_x_square, clusters);
+    grow(cluster_drawn, clusters);
+  }
   grow(output, group * shape.config.value_dim);
   grow(states, group);
   grow(slot_odds, residents);
@@ -48,7 +60,7 @@ void Workspace::reserve(const LayerShape& shape, const FetchRules& rules, std::i
       grow(plan_weight, room);
       grow(plan_odds, room);
       grow(plan_worth, room);
-      grow(plan_position, room);
+      grow(plan_place, room);
       break;
     case FetchOrder::exact:
       grow(exact_weight, compressed);
@@ -67,9 +79,10 @@ std::int64_t Workspace::bytes() const {
     ((sum += static_cast<std::int64_t>(vector.capacity() * sizeof(vector[0]))), ...);
   };
   add(query, basis_query, code_query, weight, resident_logit, resident_weight, resident_sketched,
-      output, states, slot_odds, square, fetched, moved, no_odds, mark, plan_weight, plan_odds,
-      plan_worth, plan_position, exact_weight, exact_odds, exact_gain, exact_scratch, exact_order,
-      exact_index);
+      cluster_weight, cluster_square, slot_cluster, cluster_spread_square, slot_x, slot_y,
+      cluster_x, cluster_x_square, cluster_drawn, output, states, slot_odds, square, fetched, moved,
+      no_odds, mark, plan_weight, plan_odds, plan_worth, plan_place, exact_weight, exact_odds,
+      exact_gain, exact_scratch, exact_order, exact_index);
   return sum;
 }
 
@@ -90,9 +103,11 @@ HeadGroup::HeadGroup(const Kernels& the_kernels, const LayerShape& the_shape,
       compressed(store.compressed()),
       residents(store.residents()),
       drawn(store.drawn_residents()),
+      clusters(shape.clusters ? clusters_of(compressed) : 0),
       query_stride(padded(shape.config.key_dim)),
       code_stride(code_stride_of(shape.sketch)),
       weight_stride(padded(compressed)),
-      resident_stride(padded(residents)) {}
+      resident_stride(padded(residents)),
+      cluster_stride(padded(clusters)) {}
 
 }  // namespace verkv::cpu

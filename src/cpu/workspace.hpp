@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include <verkv/clusters.hpp>
 #include <verkv/fetch_plan.hpp>
 
 #include "cpu/head_store.hpp"
@@ -28,6 +29,10 @@ struct HeadState {
   // The certificate, enlarged outward; that of the rest also for the sketch's error.
   double bound = 0;
   double sketch_error = 0;
+  // Whether the attention estimates by clusters.
+  bool by_clusters = false;
+  float correction = 1;  // cluster_correction
+  double output_error = 0;
   // What the stop rules ask for.
   RuleThresholds rules;
   FetchThreshold threshold;
@@ -57,17 +62,29 @@ struct Workspace {
   // Exact.
   AlignedVector<float> resident_logit;
   AlignedVector<float> resident_weight;
-  // Sketched weights of drawn slots, -1 where the slot counts exactly.
+  // Sketched weights of drawn slots, -1 where the slot counts exactly; then what slots count in their
+  // clusters, if there are any.
   AlignedVector<float> resident_sketched;
+  // Of clusters: their sketched weights, then what the centroids count.
+  AlignedVector<float> cluster_weight;
+  // Sums of their squares.
+  AlignedVector<float> cluster_square;
   // Sums of weighted values.
   AlignedVector<float> output;
 
   std::vector<HeadState> states;  // [group]
+  // The cluster of each drawn slot; squares of spreads.
+  std::vector<std::uint32_t> slot_cluster;
+  AlignedVector<float> cluster_spread_square;
+  // Of one query head: x and y of drawn slots; sums of x and x^2 over those of each cluster; what a
+  // drawn token counts of its y.
+  AlignedVector<float> slot_x, slot_y;
+  AlignedVector<float> cluster_x, cluster_x_square, cluster_drawn;
   // Odds of drawn slots, infinite for those in H.
   AlignedVector<float> slot_odds;
   // Squares of the local window's probabilities.
   AlignedVector<float> square;
-  // Positions, ascending: the tokens to fetch, and those of them that are not resident.
+  // The tokens to fetch, by place, ascending; positions of those of them that are not resident.
   std::vector<std::uint32_t> fetched;
   std::vector<std::uint32_t> moved;
   // Zeros: make the weights kernel take every token.
@@ -76,7 +93,7 @@ struct Workspace {
   std::vector<std::uint8_t> mark;
   // Of the search for a threshold (fetch_search.hpp).
   AlignedVector<float> plan_weight, plan_odds, plan_worth;
-  std::vector<std::uint32_t> plan_position;
+  std::vector<std::uint32_t> plan_place;
   // Of the exact order (Eq. 9), in double.
   std::vector<double> exact_weight, exact_odds, exact_gain, exact_scratch;
   std::vector<std::uint32_t> exact_order, exact_index;
@@ -119,25 +136,30 @@ struct HeadGroup {
   std::int64_t residents;
   // The first so many resident slots are drawn ones, the others the local window.
   std::int64_t drawn;
+  // 0 unless the layer estimates by clusters.
+  std::int64_t clusters;
   std::int64_t query_stride;
   std::int64_t code_stride;
   std::int64_t weight_stride;
   std::int64_t resident_stride;
+  std::int64_t cluster_stride;
 
   HeadState& state(int h) { return workspace.states[static_cast<std::size_t>(h)]; }
   float* query(int h) { return workspace.query.data() + h * query_stride; }
   float* basis_query(int h) { return workspace.basis_query.data() + h * query_stride; }
   std::int8_t* code_query(int h) { return workspace.code_query.data() + h * code_stride; }
   float* weight(int h) { return workspace.weight.data() + h * weight_stride; }
+  float* cluster_weight(int h) { return workspace.cluster_weight.data() + h * cluster_stride; }
+  float* cluster_square(int h) { return workspace.cluster_square.data() + h * cluster_stride; }
   float* resident_logit(int h) { return workspace.resident_logit.data() + h * resident_stride; }
   float* resident_weight(int h) { return workspace.resident_weight.data() + h * resident_stride; }
   float* resident_sketched(int h) {
     return workspace.resident_sketched.data() + h * resident_stride;
   }
-  float odds(std::int64_t position) const { return to_float(store.odds()[position]); }
+  float odds(std::int64_t place) const { return to_float(store.odds()[place]); }
   // Whether a compressed token belongs to L.
-  bool is_low(std::int64_t position) const {
-    return store.odds()[position].bits < kPositive16Infinity.bits;
+  bool is_low(std::int64_t place) const {
+    return store.odds()[place].bits < kPositive16Infinity.bits;
   }
 
   // Calls f(first head, heads) over parts of the group that a kernel takes at once.

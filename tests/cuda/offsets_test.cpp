@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include <verkv/clusters.hpp>
 #include <verkv/inclusion.hpp>
 
 #include "append.hpp"
@@ -102,7 +103,7 @@ struct Arrays {
   std::byte* rows = nullptr;  // pinned
   std::byte* keys = allocate<std::byte>(kRoom * kDim * 4);
   std::byte* values = allocate<std::byte>(kRoom * kDim * 4);
-  std::uint32_t* position = allocate<std::uint32_t>(kRoom);
+  std::uint32_t* place = allocate<std::uint32_t>(kRoom);
   std::uint8_t* codes = nullptr;
   Positive16* scales = upload(std::vector<Positive16>(size(kRoom)));
   Positive16* odds = upload(std::vector<Positive16>(size(kRoom), stored_odds(0.5)));
@@ -128,7 +129,12 @@ struct Arrays {
     head.host_rows = before(rows, tokens * layer.row_bytes());
     head.resident_keys = before(keys, slots * key);
     head.resident_values = before(values, slots * key);
-    head.resident_position = before(position, slots);
+    head.resident_place = before(place, slots);
+    // Of the new tokens, the last one first.
+    std::vector<std::uint32_t> position;
+    for (std::int64_t i = kNew; i > 0; --i)
+      position.push_back(static_cast<std::uint32_t>(head.compressed + i - 1));
+    head.place_position = before(upload(position), head.compressed);
     head.codes = before(codes, tokens * layer.sketch.code_bytes());
     head.scales = before(scales, tokens);
     head.odds = before(odds, tokens);
@@ -196,7 +202,7 @@ TEST_CASE("append, encode and gather at positions beyond 2^31") {
     REQUIRE(first_fault() == "");
     const HeadView after = download(head, 1)[0];
     CHECK(after.tokens == tokens + kCompressed + kNew);
-    CHECK(download(arrays.position + kCompressed, 1)[0] ==
+    CHECK(download(arrays.place + kCompressed, 1)[0] ==
           static_cast<std::uint32_t>(tokens + kCompressed));
 
     // A redraw that keeps the new tokens: rows come from the host tier.
@@ -211,17 +217,20 @@ TEST_CASE("append, encode and gather at positions beyond 2^31") {
     gather.from = head;
     gather.to = upload(std::vector<HeadView>{to});
     gather.keeps_drawn = false;
-    gather.position = upload(kept);
+    gather.place = upload(kept);
     gather.stride = kNew;
     gather.most_residents = kNew;
     VERKV_CUDA_CHECK(launch_gather_residents(layer, gather, nullptr));
     REQUIRE(first_fault() == "");
     const std::int64_t row = kDim * 4;
-    CHECK(same_bytes(download(gathered.keys, kNew * row),
-                     download(arrays.keys + kCompressed * row, kNew * row)));
-    CHECK(same_bytes(download(gathered.values, kNew * row),
-                     download(arrays.values + kCompressed * row, kNew * row)));
-    CHECK(download(gathered.position, kNew) == kept);
+    for (std::int64_t i = 0; i < kNew; ++i) {
+      const std::int64_t last_first = (kCompressed + kNew - 1 - i) * row;
+      CHECK(same_bytes(download(gathered.keys + i * row, row),
+                       download(arrays.keys + last_first, row)));
+      CHECK(same_bytes(download(gathered.values + i * row, row),
+                       download(arrays.values + last_first, row)));
+    }
+    CHECK(download(gathered.place, kNew) == kept);
 
     Written written;
     written.rows.assign(arrays.rows, arrays.rows + kRoom * layer.row_bytes());
@@ -333,15 +342,22 @@ HeadView far_head(const Scene& scene, std::int64_t tokens, std::int64_t slots) {
   const LayerView layer = scene.layer_view();
   HeadView head = scene.head_view(0, 0);
   const std::int64_t element = static_cast<std::int64_t>(size_bytes(layer.storage));
-  std::vector<std::uint32_t> positions = download(head.resident_position, head.residents());
-  for (std::uint32_t& position : positions) position += static_cast<std::uint32_t>(tokens);
+  // Of an array of places or positions.
+  const auto later = [&](const std::uint32_t* from, std::int64_t count) {
+    std::vector<std::uint32_t> values = download(from, count);
+    for (std::uint32_t& value : values) value += static_cast<std::uint32_t>(tokens);
+    return upload(values);
+  };
   head.host_rows = before(head.host_rows, tokens * layer.row_bytes());
   head.resident_keys = before(head.resident_keys, slots * layer.key_dim * element);
   head.resident_values = before(head.resident_values, slots * layer.value_dim * element);
-  head.resident_position = before(upload(positions), slots);
+  head.resident_place = before(later(head.resident_place, head.residents()), slots);
+  head.place_position = before(later(head.place_position, head.compressed), tokens);
   head.codes = before(head.codes, tokens * sketch_of(layer, head).code_bytes());
   head.scales = before(head.scales, tokens);
   head.odds = before(head.odds, tokens);
+  head.centroids = before(head.centroids, tokens / kClusterTokens * layer.value_dim * element);
+  head.spreads = before(head.spreads, tokens / kClusterTokens);
   head.tokens += tokens;
   head.compressed += tokens;
   head.drawn += slots;
@@ -390,52 +406,68 @@ TEST_CASE("scores of tokens and residents beyond 2^31") {
 }
 
 TEST_CASE("attention over rows and partial results beyond 2^31") {
-  large_device();
-  Scene scene(one_head());
-  scene.draw_queries();
-  scene.upload();
-  const LastKernel last;
-  const StepArguments near = arguments_of(scene, 0, 1);
-  launch_all(near);
-  REQUIRE(first_fault() == "");
-  const StepView& step = near.view;
-  const int group = step.layer.group;
-  const GroupState found = download(near.workspace.groups, 1)[0];
-  REQUIRE(found.moved > 10);
+  struct Case {
+    bool clusters;
+    std::int64_t splits;
+    std::int64_t tokens;
+  };
+  // partial_output of the second head lies beyond 2^31. With clusters every split has as many as
+  // the near head; their centroids lie beyond 2^31 bytes.
+  constexpr std::int64_t kClusterSplits = 2900000;
+  for (const Case one : {Case{false, std::int64_t{1} << 25, kFarTokens},
+                         Case{true, kClusterSplits, (kClusterSplits - 1) * 1024}}) {
+    CAPTURE(one.clusters);
+    large_device();
+    Setup setup = one_head();
+    setup.clusters = one.clusters;
+    Scene scene(setup);
+    scene.draw_queries();
+    scene.upload();
+    const LastKernel last;
+    const StepArguments near = arguments_of(scene, 0, 1);
+    launch_all(near);
+    REQUIRE(first_fault() == "");
+    const StepView& step = near.view;
+    const int group = step.layer.group;
+    const GroupState found = download(near.workspace.groups, 1)[0];
+    REQUIRE(found.moved > 10);
 
-  // partial_output of the second head lies beyond 2^31.
-  constexpr std::int64_t kSplits = std::int64_t{1} << 25;
-  const HeadView& head = scene.head_view(0, 0);
-  const std::int64_t slots = (kSplits - 1) * head.residents();
-  const std::int64_t listed = (kSplits - 1) * found.moved;
-  StepArguments far = near;
-  far.grid.attention_splits = static_cast<int>(kSplits);
-  far.view.heads = upload(std::vector<HeadView>{far_head(scene, kFarTokens, slots)});
-  GroupState groups = found;
-  groups.moved = kSplits * found.moved;
-  std::vector<std::uint32_t> moved = download(near.workspace.moved, found.moved);
-  for (std::uint32_t& position : moved) position += static_cast<std::uint32_t>(kFarTokens);
-  const std::int64_t padded = 4 * near.grid.units;
-  StepWorkspace& ws = far.workspace;
-  ws.groups = upload(std::vector<GroupState>{groups});
-  ws.finished = upload(std::vector<std::uint32_t>(size(near.grid.attention_parts)));
-  ws.weight = before(ws.weight, kFarTokens);
-  ws.resident_logit = before(ws.resident_logit, slots);
-  ws.fetched = before(ws.fetched, kFarTokens / 32);
-  ws.moved = before(upload(moved), listed);
-  ws.partial_top = allocate<float>(group * kSplits);
-  ws.partial_sum = allocate<float>(group * kSplits);
-  ws.partial_output = allocate<float>(group * kSplits * padded);
-  last.run_split(far, static_cast<unsigned>(kSplits - 1));
+    const HeadView& head = scene.head_view(0, 0);
+    REQUIRE(head.compressed == 1024);
+    for (const HeadState& state : download(near.workspace.heads, group))
+      CHECK((state.by_clusters != 0) == one.clusters);
+    const std::int64_t slots = (one.splits - 1) * head.residents();
+    const std::int64_t listed = (one.splits - 1) * found.moved;
+    StepArguments far = near;
+    far.grid.attention_splits = static_cast<int>(one.splits);
+    far.view.heads = upload(std::vector<HeadView>{far_head(scene, one.tokens, slots)});
+    GroupState groups = found;
+    groups.moved = one.splits * found.moved;
+    std::vector<std::uint32_t> moved = download(near.workspace.moved, found.moved);
+    for (std::uint32_t& position : moved) position += static_cast<std::uint32_t>(one.tokens);
+    const std::int64_t padded = 4 * near.grid.units;
+    StepWorkspace& ws = far.workspace;
+    ws.groups = upload(std::vector<GroupState>{groups});
+    ws.finished = upload(std::vector<std::uint32_t>(size(near.grid.attention_parts)));
+    ws.weight = before(ws.weight, one.tokens);
+    ws.resident_logit = before(ws.resident_logit, slots);
+    ws.centroid_logit = before(ws.centroid_logit, one.tokens / kClusterTokens);
+    ws.fetched = before(ws.fetched, one.tokens / 32);
+    ws.moved = before(upload(moved), listed);
+    ws.partial_top = allocate<float>(group * one.splits);
+    ws.partial_sum = allocate<float>(group * one.splits);
+    ws.partial_output = allocate<float>(group * one.splits * padded);
+    last.run_split(far, static_cast<unsigned>(one.splits - 1));
 
-  for (int h = 0; h < group; ++h) {
-    const std::int64_t at = (h + 1) * kSplits - 1;
-    CHECK(
-        same_bytes(download(ws.partial_top + at, 1), download(near.workspace.partial_top + h, 1)));
-    CHECK(
-        same_bytes(download(ws.partial_sum + at, 1), download(near.workspace.partial_sum + h, 1)));
-    CHECK(same_bytes(download(ws.partial_output + at * padded, padded),
-                     download(near.workspace.partial_output + h * padded, padded)));
+    for (int h = 0; h < group; ++h) {
+      const std::int64_t at = (h + 1) * one.splits - 1;
+      CHECK(same_bytes(download(ws.partial_top + at, 1),
+                       download(near.workspace.partial_top + h, 1)));
+      CHECK(same_bytes(download(ws.partial_sum + at, 1),
+                       download(near.workspace.partial_sum + h, 1)));
+      CHECK(same_bytes(download(ws.partial_output + at * padded, padded),
+                       download(near.workspace.partial_output + h * padded, padded)));
+    }
   }
 }
 
@@ -459,11 +491,13 @@ TEST_CASE("a step whose strides between heads and rows are beyond 2^31") {
 
     StepArguments far = arguments_of(scene, 0, 0);
     StepWorkspace& ws = far.workspace;
-    ws.token_stride = ws.resident_stride = ws.mask_stride = kFarStride;
+    ws.token_stride = ws.resident_stride = ws.mask_stride = ws.cluster_stride = kFarStride;
     const std::int64_t query_heads = std::int64_t{near.view.rows} * setup.group;
     const auto strided = [](std::int64_t heads) { return (heads - 1) * kFarStride + 1024; };
     ws.weight = allocate<float>(strided(query_heads));
     ws.resident_logit = allocate<float>(strided(query_heads));
+    ws.centroid_logit = allocate<float>(strided(query_heads));
+    ws.cluster_factor = allocate<float>(strided(query_heads));
     ws.wanted = allocate<std::uint32_t>(strided(query_heads));
     ws.active = allocate<std::uint32_t>(strided(query_heads));
     ws.plan_index = allocate<std::uint32_t>(strided(query_heads));

@@ -1,7 +1,9 @@
 // What the kernels of one layer step do and which bytes they move, counted on the CPU device: a
 // table in Markdown, and checks of it, so that it also is a test.
 //   cuda_step_counts [tokens] [rows] [query heads a KV head] [head size] [KV heads] [epsilon]
+//                    [clusters]
 // epsilon is that of the certificate, without which a step searches no threshold; 0 is off.
+// clusters: 0 is the plain estimate (epsilon has to be given).
 // Returns 1 if a number is out of place.
 #include <algorithm>
 #include <array>
@@ -11,6 +13,8 @@
 #include <map>
 #include <string>
 #include <vector>
+
+#include <verkv/clusters.hpp>
 
 #include "cudart.hpp"
 #include "step_support.hpp"
@@ -22,8 +26,8 @@ using namespace verkv::cuda::test;
 namespace {
 
 // What an allocation is to the step.
-enum class Part : std::size_t { sketch, residents, queries, other, workspace, host };
-constexpr std::size_t kParts = 6;
+enum class Part : std::size_t { sketch, residents, queries, other, workspace, host, positions };
+constexpr std::size_t kParts = 7;
 constexpr double kMegabyte = 1e6;
 
 using PartBytes = std::array<std::uint64_t, kParts>;
@@ -44,7 +48,7 @@ std::uint64_t sum(const PartBytes& bytes) {
 std::uint64_t device_bytes(const LaunchBytes& launch) {
   return sum(launch.read) + sum(launch.written) - of(launch.read, Part::workspace) -
          of(launch.written, Part::workspace) - of(launch.read, Part::host) -
-         of(launch.written, Part::host);
+         of(launch.written, Part::host) - of(launch.read, Part::positions);
 }
 
 std::map<std::uint32_t, Part> parts_of(const Scene& scene) {
@@ -64,7 +68,10 @@ std::map<std::uint32_t, Part> parts_of(const Scene& scene) {
         name(memory, Part::sketch);
       name(head.resident_keys, Part::residents);
       name(head.resident_values, Part::residents);
+      name(head.centroids, Part::residents);
+      name(head.spreads, Part::residents);
       name(head.host_rows, Part::host);
+      name(head.place_position, Part::positions);
     }
   }
   name(step.queries, Part::queries);
@@ -87,8 +94,8 @@ LaunchBytes bytes_of(const cpu_device::LaunchCounters& counters,
   return bytes;
 }
 
-// The least that a step must read and write: sketch, scales and odds of all tokens, resident and
-// moved rows, queries and outputs, each once.
+// The least that a step must read and write: sketch, scales and odds of all tokens, centroids,
+// resident and moved rows, queries and outputs, each once.
 std::uint64_t floor_bytes(const Scene& scene) {
   const Setup& setup = scene.setup();
   std::int64_t bytes = 0;
@@ -99,6 +106,11 @@ std::uint64_t floor_bytes(const Scene& scene) {
       bytes += head.compressed * (sketch.token_bytes() +
                                   static_cast<std::int64_t>(sizeof(Positive16)));  // and the odds
       bytes += head.residents() * scene.shape().row_bytes();
+      if (setup.clusters) {
+        const std::int64_t element = static_cast<std::int64_t>(size_bytes(setup.storage));
+        bytes += clusters_of(head.compressed) *
+                 (setup.value_dim * element + static_cast<std::int64_t>(sizeof(Positive16)));
+      }
     }
   }
   bytes += scene.totals().moved * scene.shape().row_bytes();
@@ -122,6 +134,7 @@ Setup setup_of(const std::vector<double>& arguments) {
   setup.keep = 1.0 / 16;
   setup.fetch.risk = 1e-4;
   setup.fetch.epsilon = arguments.size() > 5 && arguments[5] > 0 ? arguments[5] : kOff;
+  setup.clusters = arguments.size() <= 6 || arguments[6] > 0;
   // Attention that falls off: few keys are worth their way.
   setup.query_size = 2;
   // A window of 32 tokens and half a chunk.
@@ -146,7 +159,7 @@ void print_row(const std::string& name, const std::string& counts, const LaunchB
               counts.c_str(), read(Part::sketch), read(Part::residents),
               read(Part::queries) + read(Part::other), megabytes(written),
               read(Part::workspace) + megabytes(of(bytes.written, Part::workspace)),
-              read(Part::host), megabytes(bytes.requested));
+              read(Part::host) + read(Part::positions), megabytes(bytes.requested));
 }
 
 // Returns whether all numbers are where they belong.
@@ -177,7 +190,8 @@ bool count_step(const Setup& setup) {
           static_cast<long long>(setup.slots.size()));
   std::printf(
       "| kernel | instructions per token and query head | barriers | sketch and odds read, MB | "
-      "residents read | other read | written | workspace | host | asked for by threads |\n"
+      "residents and centroids read | other read | written | workspace | host | asked for by "
+      "threads |\n"
       "|---|---|---|---|---|---|---|---|---|---|\n");
   const std::array<const char*, 4> names = {"scores", "plan", "certificate", "attention"};
   std::array<LaunchBytes, 4> launches;
@@ -200,20 +214,24 @@ bool count_step(const Setup& setup) {
 
   const std::uint64_t floor = floor_bytes(scene);
   const std::uint64_t host = of(all.read, Part::host);
+  const std::uint64_t positions = of(all.read, Part::positions);
   const std::uint64_t workspace = of(all.read, Part::workspace) + of(all.written, Part::workspace);
   const auto moved_bytes =
       static_cast<std::uint64_t>(scene.totals().moved * scene.shape().row_bytes());
-  const double ratio = static_cast<double>(device_bytes(all) + host) / static_cast<double>(floor);
+  const std::uint64_t without_workspace = device_bytes(all) + host + positions;
+  const double ratio = static_cast<double>(without_workspace) / static_cast<double>(floor);
   std::printf("\n| | MB | over the floor |\n|---|---|---|\n");
   std::printf(
-      "| floor: sketch, scales, odds, resident and moved rows, queries, output | %.3f | 1 |\n",
+      "| floor: sketch, scales, odds, centroids, resident and moved rows, queries, output | %.3f | "
+      "1 "
+      "|\n",
       megabytes(floor));
   std::printf("| device and host memory, without the workspace | %.3f | %.3f |\n",
-              megabytes(device_bytes(all) + host), ratio);
+              megabytes(without_workspace), ratio);
   std::printf("| workspace: read and written between the launches | %.3f | %.3f |\n",
               megabytes(workspace), static_cast<double>(workspace) / static_cast<double>(floor));
   std::printf(
-      "| host memory, of it moved rows | %.3f | %.3f |\n", megabytes(host),
+      "| rows read from host memory, of it those that moved | %.3f | %.3f |\n", megabytes(host),
       moved_bytes == 0 ? 1.0 : static_cast<double>(host) / static_cast<double>(moved_bytes));
 
   bool right = check(ratio >= 0.99, "the floor is one");
@@ -236,9 +254,10 @@ int main(int argc, char** argv) {
   const std::size_t sizes = std::min<std::size_t>(5, arguments.size());
   const bool bad = std::any_of(arguments.begin(), arguments.begin() + static_cast<int>(sizes),
                                [](double x) { return !(x >= 1); });
-  if (argc > 7 || bad || (argc == 7 && !(arguments[5] >= 0 && arguments[5] < 1))) {
+  if (argc > 8 || bad || (argc > 6 && !(arguments[5] >= 0 && arguments[5] < 1))) {
     std::fprintf(stderr,
-                 "usage: %s [tokens] [rows] [group] [head size] [KV heads] [epsilon, 0: off]\n",
+                 "usage: %s [tokens] [rows] [group] [head size] [KV heads] [epsilon, 0: off] "
+                 "[clusters, 0: off]\n",
                  argv[0]);
     return 2;
   }

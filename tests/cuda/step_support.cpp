@@ -5,10 +5,12 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <sstream>
 #include <stdexcept>
 #include <type_traits>
 
+#include <verkv/clusters.hpp>
 #include <verkv/inclusion.hpp>
 #include <verkv/sketch_error.hpp>
 
@@ -29,6 +31,16 @@ bool same_bits(T a, T b) {
 
 std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
 
+// Any order will do; in this one hardly a place is its position.
+HeadOrder shuffled(std::int64_t count, std::uint64_t seed) {
+  HeadOrder order;
+  order.position.resize(index(count));
+  std::iota(order.position.begin(), order.position.end(), 0u);
+  std::shuffle(order.position.begin(), order.position.end(), std::mt19937_64(seed));
+  order.walk_end = {static_cast<std::uint32_t>(count)};
+  return order;
+}
+
 }  // namespace
 
 Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
@@ -41,6 +53,7 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
   shape_.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(setup.key_dim)));
   shape_.soft_cap = static_cast<float>(setup.soft_cap);
   shape_.storage = setup.storage;
+  shape_.clusters = setup.clusters;
   shape_.sketch =
       largest_sketch_shape(setup.sketch.kind, setup.sketch.bits, static_cast<int>(setup.key_dim));
   stores_.resize(setup.lengths.size() * index(setup.kv_heads));
@@ -63,11 +76,18 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
         store.take(
             make_basis(setup.sketch.bits, store.host_keys(shape_), odds, nullptr, queries, 5));
       }
+      const HeadOrder order = shuffled(length.compressed, setup.seed + 10 * slot + index(h));
+      odds = odds_by_place(odds, 0, order);
+      const DrawId name{3, slot, 0, static_cast<std::uint32_t>(h)};
+      const std::vector<std::uint32_t> drawn =
+          draw_places(name, Selection::poisson, odds, 0, order);
+      store.reserve(order);
+      store.take(HeadOrder(order));
       store.reserve_compress(shape_, store.sketch(shape_), length.compressed);
       std::vector<float> scratch(2 * index(setup.key_dim) + 32);
-      const DrawId name{3, slot, 0, static_cast<std::uint32_t>(h)};
-      store.compress(shape_, cpu::scalar_kernels(), odds, draw_positions(name, odds, 0, {}),
-                     scratch);
+      Clusters clusters;
+      if (setup.clusters) clusters = make_clusters(store.host_values(shape_), order.position, odds);
+      store.compress(shape_, cpu::scalar_kernels(), odds, drawn, clusters, scratch);
     }
   }
 }
@@ -104,6 +124,7 @@ LayerView Scene::layer_view() const {
   view.soft_cap = static_cast<float>(setup_.soft_cap);
   view.storage = setup_.storage;
   view.sketch = shape_.sketch;
+  view.clusters = setup_.clusters;
   view.fetch = flags_of(setup_.fetch.mode);
   view.rules = setup_.fetch;
   view.cap = setup_.fetch.cap;
@@ -176,6 +197,7 @@ HeadView Scene::upload_head(const cpu::HeadStore& store) {
     check(cudaHostGetDevicePointer(&mapped, host, 0));
     view.host_rows = static_cast<const std::byte*>(mapped);
   }
+  view.place_position = to_device(store.order().position.data(), store.compressed());
   const std::int64_t key_bytes = setup_.key_dim * element;
   const std::int64_t value_bytes = setup_.value_dim * element;
   view.resident_keys = to_device(static_cast<const std::byte*>(store.resident_keys(shape_).data),
@@ -183,8 +205,13 @@ HeadView Scene::upload_head(const cpu::HeadStore& store) {
   view.resident_values =
       to_device(static_cast<const std::byte*>(store.resident_values(shape_).data),
                 store.residents() * value_bytes, room * value_bytes);
-  view.resident_position = to_device(store.resident_positions().data(), store.residents(), room);
+  view.resident_place = to_device(store.resident_places().data(), store.residents(), room);
   view.odds = to_device(store.odds(), padded);
+  if (setup_.clusters) {
+    view.centroids = to_device(static_cast<const std::byte*>(store.centroids(shape_).data),
+                               clusters_of(store.compressed()) * value_bytes);
+    view.spreads = to_device(store.spreads().data(), clusters_of(store.compressed()));
+  }
   if (setup_.sketch.kind != SketchKind::exact) {
     view.codes =
         to_device(store.codes(), code_storage_bytes(store.sketch(shape_), store.compressed()));
@@ -252,7 +279,7 @@ void Scene::append(int slot, std::int64_t count) {
     };
     copy(view.resident_keys, store.resident_keys(shape_).data, setup_.key_dim * element);
     copy(view.resident_values, store.resident_values(shape_).data, setup_.value_dim * element);
-    copy(view.resident_position, store.resident_positions().data(), 4);
+    copy(view.resident_place, store.resident_places().data(), 4);
     std::memcpy(const_cast<std::byte*>(view.host_rows) + view.tokens * shape_.row_bytes(),
                 static_cast<const std::byte*>(store.host_keys(shape_).data) +
                     view.tokens * shape_.row_bytes(),
@@ -367,6 +394,8 @@ class Scene::Comparison {
       require_same("shift", got.shift, want.shift);
       require_same("D", got.denominator, want.denominator);
       if (store.compressed() > 0) require_same("beta", got.beta, want.beta);
+      require_same("by_clusters", got.by_clusters != 0, want.by_clusters);
+      scene_.totals_.by_clusters += want.by_clusters;
       if (got.known != 0 && got.bound > setup_.fetch.epsilon) ++scene_.totals_.searched;
     }
   }
@@ -425,6 +454,9 @@ class Scene::Comparison {
     require_same("sketch error", got.sketch_error, want.sketch_error);
     require_same("certified", got.certified, want.certified);
     require_same("planned_tokens", got.planned_tokens, want.planned_tokens);
+    const double off = std::fabs(got.output_error - want.output_error);
+    if (!(off <= tolerance::kBackendOutputError * want.output_error))
+      require_same("output error", got.output_error, want.output_error);
     scene_.totals_.uncertified += !want.certified && !enlarges(want.sketch_error);
     // Values are of size 1, and their weighted sums are in another order.
     for (std::int64_t d = 0; d < setup_.value_dim; ++d) {

@@ -33,6 +33,7 @@ struct Setup {
   DType query_type = DType::f32;
   SketchConfig sketch;
   FetchRules fetch = fetch_rules(CacheConfig{});
+  bool clusters = true;  // estimates by clusters
   // Tokens and compressed tokens of each sequence.
   struct Length {
     std::int64_t tokens = 0;
@@ -86,6 +87,7 @@ class Scene {
     std::int64_t moved = 0;
     std::int64_t uncertified = 0;
     std::int64_t searched = 0;  // query heads whose certificate over all tokens was above epsilon
+    std::int64_t by_clusters = 0;  // query heads that estimate by clusters
   };
   const Totals& totals() const { return totals_; }
   double worst_output() const { return worst_output_; }

@@ -22,8 +22,8 @@ std::string first_fault() {
 }
 
 // Runs a step and compares it; returns what the CPU decided.
-Scene::Totals require_equal(const Setup& setup,
-                            const std::function<void(std::vector<float>&)>& edit = {}) {
+Scene::Totals require_one_equal(const Setup& setup,
+                                const std::function<void(std::vector<float>&)>& edit) {
   Scene scene(setup);
   scene.draw_queries(edit);
   scene.upload();
@@ -35,10 +35,23 @@ Scene::Totals require_equal(const Setup& setup,
     wrong = e.what();
   }
   CAPTURE(setup.group, setup.key_dim, setup.value_dim, setup.sketch.bits, setup.seed,
-          name(setup.storage));
+          name(setup.storage), setup.clusters);
   REQUIRE(first_fault() == "");
   REQUIRE(wrong == "");
   return scene.totals();
+}
+
+// The same under both estimators, which decide alike.
+Scene::Totals require_equal(Setup setup,
+                            const std::function<void(std::vector<float>&)>& edit = {}) {
+  setup.clusters = false;
+  const Scene::Totals plain = require_one_equal(setup, edit);
+  setup.clusters = true;
+  const Scene::Totals totals = require_one_equal(setup, edit);
+  REQUIRE(plain.by_clusters == 0);
+  REQUIRE(plain.fetched == totals.fetched);
+  REQUIRE(plain.moved == totals.moved);
+  return totals;
 }
 
 // Small sizes that still have several blocks of 512 and a ragged end.
@@ -57,8 +70,10 @@ Setup small(std::uint32_t seed) {
 
 TEST_CASE("A step equals the CPU's at the defaults, in four launches", "[cpu-device]") {
   cpu_device::reset_device();
-  require_equal(Setup{});
-  REQUIRE(cpu_device::current_device().launches().size() == 4);
+  const Setup setup;
+  const std::int64_t heads = setup.kv_heads * setup.group;
+  REQUIRE(require_equal(setup).by_clusters == heads);
+  REQUIRE(cpu_device::current_device().launches().size() == 2 * 4);
 }
 
 // The sketch is read once for a group of query heads, a host row once if it moves and never else.
@@ -229,6 +244,47 @@ TEST_CASE("The largest heads") {
   setup.lengths = {{100, 60}};
   setup.query_size = 4;
   REQUIRE(require_equal(setup).moved > 0);
+}
+
+// Query heads of one KV head, of which some estimate by clusters.
+TEST_CASE("Heads whose clusters know nothing beside others") {
+  cpu_device::reset_device();
+  for (const std::int64_t value_dim : {std::int64_t{64}, std::int64_t{7}}) {
+    Setup setup = small(170);
+    setup.group = 6;
+    setup.value_dim = value_dim;
+    setup.key_size = 4;
+    setup.fetch.epsilon = kOff;
+    setup.lengths = {{900, 850}};
+    const auto edit = [&](std::vector<float>& queries) {
+      // The sketch of every second head is useless: at logits of hundreds it is off by dozens.
+      for (std::size_t i = 0; i < queries.size(); ++i) queries[i] *= i / 64 % 2 == 0 ? 0.1f : 40.0f;
+    };
+    const Scene::Totals totals = require_equal(setup, edit);
+    CHECK(totals.by_clusters >= 3);
+    CHECK(totals.by_clusters < 6);
+  }
+}
+
+// All that clusters know is moved to what the certificate leaves.
+TEST_CASE("Clusters that weigh too much or too little") {
+  cpu_device::reset_device();
+  for (const double epsilon : {0.01, 0.001}) {
+    for (const double keep : {0.02, 0.3}) {
+      for (const std::int64_t compressed : {60, 64, 65, 700, 9000}) {
+        Setup setup = small(180 + static_cast<std::uint32_t>(compressed));
+        setup.group = 1;
+        setup.key_dim = 32;
+        setup.value_dim = 8;
+        setup.keep = keep;
+        setup.query_size = 2;
+        setup.fetch.epsilon = epsilon;
+        setup.fetch.limit_tokens = 40;
+        setup.lengths = {{compressed + 10, compressed}};
+        require_equal(setup);
+      }
+    }
+  }
 }
 
 TEST_CASE("The threshold of the certificate") {

@@ -1,5 +1,6 @@
-// LayerStore against the CPU's HeadStore: rows of both tiers, codes, scales, odds, drawn positions
-// and window scores are equal bit for bit after every operation.
+// LayerStore against the CPU's HeadStore: rows of both tiers, codes, scales, odds, clusters,
+// places, drawn tokens and window scores are equal bit for bit after every operation, and after one
+// that found no memory.
 
 #include <cuda_runtime_api.h>
 
@@ -10,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include <verkv/clusters.hpp>
+#include <verkv/error.hpp>
 #include <verkv/inclusion.hpp>
 #include <verkv/sketch.hpp>
 
@@ -29,6 +32,7 @@ using verkv::Half;
 using verkv::HeadCompression;
 using verkv::MemoryReport;
 using verkv::Positive16;
+using verkv::Selection;
 using verkv::SketchConfig;
 using verkv::SketchKind;
 using verkv::TensorView;
@@ -81,7 +85,8 @@ struct Setup {
   SketchConfig sketch;
   bool uneven = false;  // channels of very different size
   bool head_major = false;
-  bool spread = false;  // the sample
+  Selection select = Selection::poisson;
+  bool clusters = true;
 };
 
 // The same layer on both sides.
@@ -92,6 +97,7 @@ struct Pair {
     shape.config.key_dim = setup.key_dim;
     shape.config.value_dim = setup.value_dim;
     shape.storage = setup.storage;
+    shape.clusters = setup.clusters;
     shape.sketch = verkv::largest_sketch_shape(setup.sketch.kind, setup.sketch.bits,
                                                static_cast<int>(setup.key_dim));
     layer.kv_heads = static_cast<int>(setup.kv_heads);
@@ -99,6 +105,7 @@ struct Pair {
     layer.value_dim = static_cast<int>(setup.value_dim);
     layer.storage = setup.storage;
     layer.sketch = shape.sketch;
+    layer.clusters = setup.clusters;
     heads.resize(size(setup.kv_heads));
     table = DeviceBuffer<HeadView>(setup.kv_heads, "table");
     bad = upload(std::vector<BadNumber>(1));
@@ -154,7 +161,65 @@ struct Pair {
     VERKV_CUDA_CHECK(cudaStreamSynchronize(nullptr));
   }
 
-  void compress(std::int64_t end, const DrawId& draw) {
+  // What differs after allocations were refused, each in turn; empty if that changed nothing. Then
+  // it compresses.
+  std::string compress(std::int64_t end, const DrawId& draw, bool refuse = false) {
+    std::vector<HeadCompression> compressions = plan_compression(end, draw);
+    std::string changed;
+    refused = refuse;
+    device::Device& machine = device::current_device();
+    for (int skip = 0; refuse && changed.empty(); ++skip) {
+      std::vector<HeadCompression> copies = compressions;
+      machine.fail_call(device::Call::malloc, device::Status::out_of_memory, skip);
+      try {
+        (void)store->compress(copies, 10, false, table.data(), nullptr);
+        machine.stop_failing();
+        break;  // the change is dropped
+      } catch (const verkv::DeviceError&) {
+        ++refusals;
+      }
+      // The table names matrices of the compression, which nobody reads any more.
+      store->write_table(table.data(), nullptr);
+      changed = difference();
+    }
+    store->write_table(table.data(), nullptr);
+    if (changed.empty()) changed = difference();
+    refused = false;
+    for (std::size_t h = 0; h < heads.size(); ++h) compress_on_cpu(h, end, compressions[h]);
+    LayerStore::Change change = store->compress(compressions, 10, false, table.data(), nullptr);
+    store->take(std::move(change), table.data(), nullptr);
+    return changed;
+  }
+
+  void compress_on_cpu(std::size_t h, std::int64_t end, const HeadCompression& head) {
+    std::vector<float> scratch(2 * size(setup.key_dim) + 32);
+    if (!head.basis.query.empty()) heads[h].take(verkv::SketchBasis(head.basis));
+    heads[h].reserve_compress(shape, heads[h].sketch(shape), end);
+    heads[h].reserve(head.order);
+    heads[h].take(verkv::HeadOrder(head.order));
+    heads[h].compress(shape, verkv::cpu::scalar_kernels(), head.odds, head.drawn, head.clusters,
+                      scratch);
+  }
+
+  // The clusters that have a place from `begin` on, where `more` follows what is there.
+  verkv::Clusters clusters(std::size_t h, std::int64_t begin, const HeadCompression& more) const {
+    const std::int64_t from = begin / verkv::kClusterTokens * verkv::kClusterTokens;
+    const std::vector<std::uint32_t>& before = heads[h].order().position;
+    std::vector<std::uint32_t> position(before.begin() + from, before.end());
+    position.insert(position.end(), more.order.position.begin(), more.order.position.end());
+    return verkv::make_clusters(heads[h].host_values(shape), position, odds(h, from, more));
+  }
+
+  // Odds from place `from` on, likewise.
+  std::vector<Positive16> odds(std::size_t h, std::int64_t from,
+                               const HeadCompression& more) const {
+    const Positive16* const own = heads[h].odds();
+    std::vector<Positive16> result(own + from, own + heads[h].compressed());
+    result.insert(result.end(), more.odds.begin(), more.odds.end());
+    return result;
+  }
+
+  std::vector<HeadCompression> plan_compression(std::int64_t end, const DrawId& draw) {
     const std::int64_t count = end - store->compressed();
     std::vector<HeadCompression> compressions(heads.size());
     for (HeadCompression& head : compressions) {
@@ -166,7 +231,6 @@ struct Pair {
                                                            : random.uniform()));
       }
     }
-    std::vector<float> scratch(2 * size(setup.key_dim) + 32);
     for (std::size_t h = 0; h < heads.size(); ++h) {
       HeadCompression& head = compressions[h];
       if (setup.sketch.kind != SketchKind::exact && store->compressed() == 0) {
@@ -176,27 +240,28 @@ struct Pair {
           queries.push_back(static_cast<float>(random.normal()));
         head.basis = verkv::make_basis(setup.sketch.bits, heads[h].host_keys(shape), head.odds,
                                        nullptr, queries, 7);
-        heads[h].take(verkv::SketchBasis(head.basis));
       }
       const verkv::Rows keys = store->host_keys(static_cast<std::int64_t>(h));
       const verkv::Rows values = store->host_values(static_cast<std::int64_t>(h));
-      if (setup.spread) {
-        verkv::OrderDirections& directions = head.order.directions;
-        directions = store->order(static_cast<std::int64_t>(h)).directions;
-        if (directions.key.empty()) {
-          directions.key = verkv::order_directions(keys, head.odds, nullptr, 8, 1);
-          directions.value = verkv::order_directions(values, head.odds, nullptr, 4, 0.5);
-        }
-        verkv::add_walks(head.order, keys, values, head.odds, head.begin, 40);
+      verkv::OrderDirections& directions = head.order.directions;
+      directions = store->directions(static_cast<std::int64_t>(h));
+      if (directions.key.empty()) {
+        directions.key = verkv::order_directions(keys, head.odds, nullptr, 8, 1);
+        directions.value = verkv::order_directions(values, head.odds, nullptr, 4, 0.5);
       }
-      head.drawn = verkv::draw_positions(name(draw, h), head.odds, head.begin, head.order);
-      heads[h].reserve_compress(shape, heads[h].sketch(shape), end);
-      heads[h].reserve(head.order);
-      heads[h].take(verkv::HeadOrder(head.order));
-      heads[h].compress(shape, verkv::cpu::scalar_kernels(), head.odds, head.drawn, scratch);
+      verkv::add_places(head.order, keys, values, head.begin, count, 40);
+      moved_places += !std::is_sorted(head.order.position.begin(), head.order.position.end());
+      head.odds = verkv::odds_by_place(head.odds, head.begin, head.order);
+      head.drawn =
+          verkv::draw_places(name(draw, h), setup.select, head.odds, head.begin, head.order);
+      if (!setup.clusters) continue;
+      head.clusters = clusters(h, head.begin, head);
+      head.order.open_odds = odds(h, 0, head);
+      head.order.open_odds.erase(
+          head.order.open_odds.begin(),
+          head.order.open_odds.begin() + end / verkv::kClusterTokens * verkv::kClusterTokens);
     }
-    LayerStore::Change change = store->compress(compressions, 10, false, table.data(), nullptr);
-    store->take(std::move(change), table.data(), nullptr);
+    return compressions;
   }
 
   static DrawId name(DrawId draw, std::size_t head) {
@@ -205,11 +270,11 @@ struct Pair {
   }
 
   void redraw(const DrawId& draw) {
-    std::vector<LayerStore::Positions> drawn;
+    std::vector<LayerStore::Places> drawn;
     for (std::size_t h = 0; h < heads.size(); ++h) {
       const std::int64_t head = static_cast<std::int64_t>(h);
-      drawn.push_back(
-          verkv::draw_positions(name(draw, h), store->odds(head, nullptr), 0, store->order(head)));
+      drawn.push_back(verkv::draw_places(name(draw, h), setup.select, store->odds(head, nullptr), 0,
+                                         store->order(head)));
       heads[h].take(heads[h].redraw(shape, drawn.back()));
     }
     LayerStore::Change change = store->redraw(drawn, 5, table.data(), nullptr);
@@ -253,10 +318,10 @@ struct Pair {
         return where + "lengths";
       }
       if (view.drawn != head.drawn_residents()) return where + "drawn";
-      const auto position = download(view.resident_position, view.residents());
-      if (!std::equal(position.begin(), position.end(), head.resident_positions().begin(),
-                      head.resident_positions().end())) {
-        return where + "positions";
+      const auto place = download(view.resident_place, view.residents());
+      if (!std::equal(place.begin(), place.end(), head.resident_places().begin(),
+                      head.resident_places().end())) {
+        return where + "resident places";
       }
       const std::int64_t n = view.residents();
       const auto keys = download(view.resident_keys, n * setup.key_dim * element);
@@ -274,16 +339,37 @@ struct Pair {
                       view.tokens * shape.row_bytes())) {
         return where + "host rows";
       }
-      const verkv::HeadOrder& order = store->order(static_cast<std::int64_t>(h));
+      const verkv::HeadOrder order = store->order(static_cast<std::int64_t>(h));
       if (order.position != head.order().position || order.walk_end != head.order().walk_end ||
           order.directions.key != head.order().directions.key ||
-          order.directions.value != head.order().directions.value) {
+          order.directions.value != head.order().directions.value ||
+          !same_bytes(order.open_odds.data(), head.order().open_odds.data(),
+                      static_cast<std::int64_t>(head.order().open_odds.size()))) {
         return where + "order";
+      }
+      if (!same_bytes(view.place_position, order.position.data(), view.compressed)) {
+        return where + "positions of places";
       }
       const std::int64_t end = view.compressed;
       if (!same_bytes(download(view.odds, end).data(), head.odds(), end)) return where + "odds";
+      const verkv::Clusters made = setup.clusters ? clusters(h, 0, {}) : verkv::Clusters();
+      const std::int64_t mean_bytes = static_cast<std::int64_t>(made.centroids.size());
+      if (!same_bytes(download(view.centroids, mean_bytes).data(), made.centroids.data(),
+                      mean_bytes) ||
+          !same_bytes(static_cast<const std::byte*>(head.centroids(shape).data),
+                      made.centroids.data(), mean_bytes)) {
+        return where + "centroids";
+      }
+      const std::int64_t made_clusters = static_cast<std::int64_t>(made.spread.size());
+      if (head.spreads().size() != made.spread.size() ||
+          !same_bytes(download(view.spreads, made_clusters).data(), made.spread.data(),
+                      made_clusters) ||
+          !same_bytes(head.spreads().data(), made.spread.data(), made_clusters)) {
+        return where + "spreads";
+      }
       if (setup.sketch.kind != SketchKind::exact && end > 0) {
-        const std::int64_t bytes = verkv::code_storage_bytes(head.sketch(shape), end);
+        const std::int64_t coded = refused ? end / verkv::kSketchGroup * verkv::kSketchGroup : end;
+        const std::int64_t bytes = verkv::code_storage_bytes(head.sketch(shape), coded);
         if (!same_bytes(download(view.codes, bytes).data(), head.codes(), bytes)) {
           return where + "codes";
         }
@@ -310,6 +396,10 @@ struct Pair {
   DeviceBuffer<HeadView> table;
   DeviceBuffer<BadNumber> bad;
   std::unique_ptr<LayerStore> store;
+  int refusals = 0;
+  // Since a compression that did not take effect: what pads the last group of codes is its.
+  bool refused = false;
+  std::int64_t moved_places = 0;  // compressions whose places are in another order than positions
 };
 
 // A life of a sequence's layer, compared after each operation.
@@ -337,7 +427,8 @@ void live(const Setup& setup, std::uint64_t seed) {
   check("window scores");
   pair.append(70, true);
   check("growth");
-  pair.compress(pair.store->compressed() + 1 + static_cast<std::int64_t>(random.below(30)), key);
+  REQUIRE(pair.compress(pair.store->compressed() + 1 + static_cast<std::int64_t>(random.below(30)),
+                        key, true) == "");
   check("second compression");
   key.sequence += 1;
   pair.redraw(key);
@@ -347,6 +438,8 @@ void live(const Setup& setup, std::uint64_t seed) {
   check("everything compressed");
   pair.append(1, true);
   check("one more");
+  REQUIRE(pair.moved_places > 0);
+  REQUIRE(pair.refusals > 5);
 }
 
 std::vector<Setup> setups() {
@@ -413,7 +506,8 @@ TEST_CASE("the device's store equals the CPU's") {
     CAPTURE(seed, setup.key_dim, setup.value_dim, setup.sketch.bits);
     device::reset_device();
     Setup own = setup;
-    own.spread = seed % 2 == 0;
+    own.select = seed % 2 == 0 ? Selection::spread : Selection::poisson;
+    own.clusters = seed % 4 != 3;
     live(own, seed++);
   }
 }
@@ -472,6 +566,7 @@ TEST_CASE("no barrier can be left out of encoding") {
   setup.value_dim = 16;
   // The keys' side of the bases is on the device only while tokens are encoded.
   std::vector<DeviceBuffer<float>> encode_copies;
+  std::vector<DeviceBuffer<std::uint32_t>> position_copies;
   // Whether something was noticed.
   const auto noticed = [&](const std::string& code) {
     device::Device& machine = device::reset_device();
@@ -481,7 +576,14 @@ TEST_CASE("no barrier can be left out of encoding") {
     REQUIRE(machine.faults().empty());
     std::vector<HeadView> views(pair.store->views().begin(), pair.store->views().end());
     encode_copies.clear();
+    position_copies.clear();
     for (std::size_t h = 0; h < views.size(); ++h) {
+      // Places of the window, last token first.
+      std::vector<std::uint32_t> position =
+          pair.store->order(static_cast<std::int64_t>(h)).position;
+      for (std::uint32_t i = 64; i > 32; --i) position.push_back(i - 1);
+      position_copies.push_back(upload(position));
+      views[h].place_position = position_copies.back().data();
       encode_copies.push_back(upload(pair.heads[h].basis().encode));
       views[h].basis_encode = encode_copies.back().data();
     }

@@ -11,7 +11,7 @@ cd "$1" || exit 2
 # later one may include an earlier one.
 table='
 words     | include/verkv/{config,types,view,error,philox}.hpp       |                         |
-stages    | include/verkv/{inclusion < sample < sketch < shrinkage < certificate < fetch_plan < attention < sketch_error < importance}.hpp | words |
+stages    | include/verkv/{inclusion < sample < sketch < shrinkage < certificate < fetch_plan < attention < sketch_error < clusters < importance}.hpp | words |
 settings  | include/verkv/settings.hpp                               | words                   |
 reports   | include/verkv/reports.hpp                                | words                   |
 manager   | include/verkv/{kv_cache_manager,cuda_cache}.hpp          | words settings reports  |

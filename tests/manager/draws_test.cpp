@@ -109,6 +109,8 @@ TEST_CASE("Redraws: decisions stand, the mean is right, failures stay below delt
   for (const SketchKind kind : {SketchKind::exact, SketchKind::calibrated}) {
     for (const bool certificate : {true, false}) {
       for (const FetchOrder order : orders()) {
+        // Clusters promise twice the bound of the plain estimate, and have no bias that is known.
+        const bool plain = order == orders().front();
         Random random(34);
         CacheConfig config = small_config();
         config.layers = {layer_of(1, 4, 64, 64)};
@@ -116,6 +118,7 @@ TEST_CASE("Redraws: decisions stand, the mean is right, failures stay below delt
         config.keep = 0.15;
         config.fetch.delta = 0.2;
         config.study.order = order;
+        config.study.estimator = plain ? Estimator::plain : Estimator::clusters;
         config.fetch.epsilon.reset();
         config.fetch.risk.reset();
         if (certificate) config.fetch.epsilon = 0.15;
@@ -144,7 +147,7 @@ TEST_CASE("Redraws: decisions stand, the mean is right, failures stay below delt
             const double ratio = redraws.ratio[static_cast<std::size_t>(draw) * 4 + h];
             sum += ratio;
             square += ratio * ratio;
-            failures += std::fabs(ratio - 1) > redraws.query[h].epsilon;
+            failures += std::fabs(ratio - 1) > (plain ? 1 : 2) * redraws.query[h].epsilon;
           }
           const double mean = sum / draws;
           const double deviation = std::sqrt(std::max(0.0, square / draws - mean * mean));
@@ -156,8 +159,8 @@ TEST_CASE("Redraws: decisions stand, the mean is right, failures stay below delt
               5.5 * deviation / std::sqrt(static_cast<double>(draws)) + tolerance::kRedrawBias;
           INFO("head " << h << ", mean " << mean << ", deviation " << deviation << ", epsilon "
                        << redraws.query[h].epsilon);
-          CHECK(mean <= 1 + noise);
-          CHECK(mean >= 1 - std::max(0.0, bias) - noise);
+          if (plain) CHECK(mean <= 1 + noise);
+          if (plain) CHECK(mean >= 1 - std::max(0.0, bias) - noise);
           CHECK(reference::binomial_not_above(failures, draws, config.fetch.delta));
         }
       }

@@ -51,6 +51,7 @@ TEST_CASE("Settings beyond every length of a cache are served") {
   for (const int bits : {-1, 0, 1, 8, 31, 1000}) {
     CacheConfig config = small_config();
     config.sketch = {SketchKind::exact, bits};
+    config.study.estimator = Estimator::plain;
     const Filled filled =
         fill(config, {random_block(random, 60, 2, 64, 1)}, {random_block(random, 60, 2, 64, 1)},
              {random_scores(random, 2, 60, ScoreKind::random)});

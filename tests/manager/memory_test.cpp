@@ -136,12 +136,15 @@ TEST_CASE("A share of the fast tier is met by the keep that is computed for it",
   // Whole bytes at any number of bits: codes, scale and odds of a token, row and position of a
   // resident.
   for (const int bits : {2, 3, 4}) {
+    // A centroid and a spread for 64 tokens.
     CHECK(verkv::keep_for_fast_share(0.5, layer, DType::f16, {SketchKind::calibrated, bits}) ==
-          (0.5 * 512 - (16 * bits + 4)) / 516);
+          (0.5 * 512 - (16 * bits + 4 + (256 + 2) / 64.0)) / 516);
+    CHECK(verkv::keep_for_fast_share(0.5, layer, DType::f16, {SketchKind::calibrated, bits},
+                                     Estimator::plain) == (0.5 * 512 - (16 * bits + 4)) / 516);
   }
   // An exact sketch has no codes and ignores its bits.
-  CHECK(verkv::keep_for_fast_share(0.5, layer, DType::f16, {SketchKind::exact, 1 << 30}) ==
-        (0.5 * 512 - 2) / 516);
+  CHECK(verkv::keep_for_fast_share(0.5, layer, DType::f16, {SketchKind::exact, 1 << 30},
+                                   Estimator::plain) == (0.5 * 512 - 2) / 516);
   const auto refused = [&](const LayerConfig& of, DType storage, const SketchConfig& sketch,
                            const std::vector<std::string>& parts) {
     check_names(

@@ -93,14 +93,21 @@ inline std::vector<Vector> pool_odds(const CacheConfig& config,
 }
 
 // The draw for positions from `begin`. walks: positions in the order in which they compete, each
-// walk by itself; those in none are drawn independently.
+// walk by itself, those with a probability of 0 or 1 standing aside; those in none are drawn
+// independently.
 inline std::vector<bool> draw(const Vector& odds, const DrawId& key, std::size_t begin,
                               const std::vector<std::vector<std::uint32_t>>& walks = {}) {
   const auto inclusion_of = [](double rho) { return rho == kInfinite ? 1.0 : rho / (1 + rho); };
   std::vector<bool> result;
   for (std::size_t i = 0; i < odds.size(); ++i)
     result.push_back(drawn(key, begin + i, inclusion_of(odds[i])));
-  for (const std::vector<std::uint32_t>& walk : walks) {
+  for (const std::vector<std::uint32_t>& all : walks) {
+    std::vector<std::uint32_t> walk;
+    for (const std::uint32_t position : all) {
+      const double r = inclusion_of(odds[position - begin]);
+      if (r > 0 && r < 1) walk.push_back(position);
+    }
+    if (walk.empty()) continue;
     Vector left;  // of each token's probability
     for (const std::uint32_t position : walk) left.push_back(inclusion_of(odds[position - begin]));
     std::size_t hand = 0;
@@ -124,7 +131,7 @@ inline std::vector<bool> draw(const Vector& odds, const DrawId& key, std::size_t
 
 // ---- The step ----
 
-// One KV head as it stands before a step. Positions [0, odds.size()) are compressed.
+// One KV head as it stands before a step. The first odds.size() tokens are compressed.
 struct HeadCase {
   LayerConfig layer;
   FetchConfig fetch;
@@ -134,8 +141,9 @@ struct HeadCase {
   std::vector<std::vector<float>> value;
   Vector odds;
   std::vector<bool> resident;          // of the compressed tokens
-  std::size_t mean_tokens = 0;         // compressed the first time: the channel means are theirs
+  std::vector<float> mean;             // of the channels
   const SketchBasis* basis = nullptr;  // calibrated
+  DType storage = DType::f32;          // of centroids
 
   // Makes the plan look at the draw, which it must not: tokens that are not resident come first in
   // the order. For the test of the test.
@@ -148,6 +156,7 @@ struct QueryAnswer {
   double sketch_error = 0;
   double lse = -kInfinite;
   Vector output;
+  double output_error = 0;
   Vector window_probability;  // of the local window's tokens, by the plan's D
 };
 
@@ -229,30 +238,23 @@ inline std::vector<float> channel_means(const std::vector<std::vector<float>>& k
 }
 
 // The compressed keys as the sketch keeps them, decoded to double, one after the other.
-struct SketchedKeys {
-  std::vector<float> mean;
-  Vector coordinate;
-};
-
-inline SketchedKeys sketched_keys(const HeadCase& head) {
-  SketchedKeys result;
+inline Vector sketched_keys(const HeadCase& head) {
+  Vector result;
   if (head.sketch.kind == SketchKind::exact || head.odds.empty()) return result;
   const std::size_t d = static_cast<std::size_t>(head.layer.key_dim);
   const SketchShape shape = head.basis->shape;
   const double unit = static_cast<double>(head.basis->unit);
-  result.mean = channel_means(head.key, head.mean_tokens, d);
   std::vector<std::uint8_t> packed(
       static_cast<std::size_t>(code_storage_bytes(shape, kSketchGroup)));
   for (std::size_t i = 0; i < head.odds.size(); ++i) {
     std::vector<float> k = head.key[i];
-    for (std::size_t j = 0; j < d; ++j) k[j] -= result.mean[j];
+    for (std::size_t j = 0; j < d; ++j) k[j] -= head.mean[j];
     k = times(head.basis->encode, k);
     const Positive16 stored =
         encode_key(shape, kSketchLevels, head.basis->bands, k, packed.data(), 0);
     for (int j = 0; j < shape.dim; ++j) {
       const int byte = kSketchLevels.byte_of(shape, j, unpack_code(shape, packed.data(), 0, j));
-      result.coordinate.push_back(static_cast<double>(to_float(stored)) * unit *
-                                  (byte - kLevelBias));
+      result.push_back(static_cast<double>(to_float(stored)) * unit * (byte - kLevelBias));
     }
   }
   return result;
@@ -260,7 +262,7 @@ inline SketchedKeys sketched_keys(const HeadCase& head) {
 
 // Logits of the compressed tokens as the sketch sees them: its keys multiplied with the decoded 8-bit
 // query.
-inline Vector sketched_logits(const HeadCase& head, const SketchedKeys& keys,
+inline Vector sketched_logits(const HeadCase& head, const Vector& keys,
                               const std::vector<float>& query) {
   const std::size_t n = head.odds.size();
   Vector result;
@@ -278,7 +280,7 @@ inline Vector sketched_logits(const HeadCase& head, const SketchedKeys& keys,
   double mean_share = 0;
   for (std::size_t j = 0; j < d; ++j) {
     q[j] = scale * query[j];
-    mean_share += static_cast<double>(q[j]) * static_cast<double>(keys.mean[j]);
+    mean_share += static_cast<double>(q[j]) * static_cast<double>(head.mean[j]);
   }
   q = times(head.basis->query, q);
   std::vector<std::int8_t> code(static_cast<std::size_t>(shape.padded_dim()));
@@ -287,8 +289,7 @@ inline Vector sketched_logits(const HeadCase& head, const SketchedKeys& keys,
   const std::size_t stored = static_cast<std::size_t>(shape.dim);
   for (std::size_t i = 0; i < n; ++i) {
     double dot = 0;
-    for (std::size_t j = 0; j < stored; ++j)
-      dot += step * code[j] * keys.coordinate[i * stored + j];
+    for (std::size_t j = 0; j < stored; ++j) dot += step * code[j] * keys[i * stored + j];
     result.push_back(capped_logit(dot + mean_share, head.layer.soft_cap));
   }
   return result;
@@ -333,7 +334,7 @@ inline double log_sum_exp(const Vector& log_term) {
 }
 
 // How far off the sketch is on drawn tokens, of 512 at most: their errors weighed by sqrt(weight) / r,
-// as in sketch_error.hpp. sketched: weights by position, relative to shift.
+// as in sketch_error.hpp. sketched: weights by place, relative to shift.
 inline double sketch_error(const HeadCase& head, const Vector& exact_logit, const Vector& sketched,
                            double shift) {
   Indices slots;
@@ -362,6 +363,58 @@ inline double sketch_error(const HeadCase& head, const Vector& exact_logit, cons
   return std::sqrt(errors / weight * (1 + 4 * squares / (weight * weight)));
 }
 
+// What stands for tokens of L beside the drawn ones: 64 neighbours are a cluster.
+struct Cluster {
+  Vector centroid;
+  double spread_square = 0;  // mean squared distance from it
+  double weight = 0;         // of what is not fetched, sketched
+  double weight_square = 0;
+  // Over drawn tokens: coefficient times sketched weight, and its square.
+  double sketched = 0;
+  double square = 0;
+
+  // Share of the drawn tokens. Squares below the smallest number of binary32 are none.
+  double own() const {
+    if (square < static_cast<double>(std::numeric_limits<float>::min())) return 0;
+    const double size = sketched * sketched / square * std::min(1.0, sketched / weight);
+    return size / (size + 1);
+  }
+  // What a drawn token counts of its coefficient times its exact weight.
+  double factor() const { return own() > 0 ? own() * weight / sketched : 0; }
+};
+
+inline std::vector<Cluster> clusters(const HeadCase& head) {
+  std::vector<Cluster> result((head.odds.size() + 63) / 64);
+  const std::size_t dim = static_cast<std::size_t>(head.layer.value_dim);
+  for (std::size_t c = 0; c < result.size(); ++c) {
+    double total = 0;
+    bool any = false;
+    for (std::size_t i = 64 * c; i < std::min(head.odds.size(), 64 * c + 64); ++i)
+      any = any || (head.odds[i] > 0 && head.odds[i] < kInfinite);
+    Vector& centroid = result[c].centroid;
+    centroid.assign(dim, 0.0);
+    for (std::size_t i = 64 * c; i < std::min(head.odds.size(), 64 * c + 64); ++i) {
+      if (head.odds[i] == kInfinite) continue;
+      const double r = any ? head.odds[i] / (1 + head.odds[i]) : 1.0;
+      total += r;
+      for (std::size_t j = 0; j < dim; ++j)
+        centroid[j] += r * static_cast<double>(head.value[i][j]);
+    }
+    total = std::max(total, 1e-300);
+    for (double& x : centroid)
+      x = static_cast<double>(as_stored(static_cast<float>(x / total), head.storage));
+    for (std::size_t i = 64 * c; i < std::min(head.odds.size(), 64 * c + 64); ++i) {
+      if (head.odds[i] == kInfinite) continue;
+      const double r = any ? head.odds[i] / (1 + head.odds[i]) : 1.0;
+      for (std::size_t j = 0; j < dim; ++j) {
+        const double off = static_cast<double>(head.value[i][j]) - centroid[j];
+        result[c].spread_square += r * off * off / total;
+      }
+    }
+  }
+  return result;
+}
+
 inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float>>& queries) {
   const std::size_t n = head.key.size();
   const std::size_t compressed = head.odds.size();
@@ -387,7 +440,7 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
   Vector beta(group, 0.0);
   std::vector<Vector> key(group);
   std::vector<bool> wanted(compressed, false);
-  const SketchedKeys keys = sketched_keys(head);
+  const Vector keys = sketched_keys(head);
   for (std::size_t h = 0; h < group; ++h) {
     for (std::size_t i = 0; i < n; ++i) logit[h].push_back(exact_logit(head, queries[h], i));
     const Vector sketched = sketched_logits(head, keys, queries[h]);
@@ -493,6 +546,14 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
 
     // Logarithms of what each token adds to D_hat: no weight is too large or too small for them.
     Vector term(n, -kInfinite);
+    std::vector<Cluster> cluster;
+    // A sketch that is useless says nothing of clusters.
+    bool useless = result.sketch_error >= 7.5 && result.sketch_error < kInfinite;
+    useless = useless || std::all_of(rest_w.begin(), rest_w.end(),
+                                     [](double w) { return w < std::exp(-87.0); });
+    if (head.study.estimator == Estimator::clusters && !useless) cluster = clusters(head);
+    double plain = 0;
+    double error = cluster.empty() && result.epsilon > 0 ? kInfinite : 0.0;
     std::size_t p = 0;
     for (std::size_t i = 0; i < n; ++i) {
       if (in_high(i)) {
@@ -503,15 +564,58 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
       const double own_r = r[p];
       ++p;
       if (exact[i]) term[i] = logit[h][i];
+      if (!exact[i] && !cluster.empty()) {
+        cluster[i / 64].weight += w;
+        cluster[i / 64].weight_square += w * w;
+      }
       if (exact[i] || !head.resident[i]) continue;
       const double lambda = lambda_at(w, own_r, rest.beta);
-      const double plain = std::log(lambda) + logit[h][i];
-      const double most =
-          std::log(head.study.cap.value_or(kInfinite) * rest.beta * own_r / (1 - own_r)) + shift[h];
-      term[i] = std::min(plain, most) - std::log(own_r);
+      const double cap = head.study.cap.value_or(kInfinite) * rest.beta * own_r / (1 - own_r);
+      const double most = std::log(cap) + shift[h];
+      const double beyond = shift[h] + 60;  // weights of drawn tokens end there (attention.hpp)
+      const double own = cluster.empty() ? logit[h][i] : std::min(logit[h][i], beyond);
+      term[i] = std::min(std::log(lambda) + own, most) - std::log(own_r);
+      if (cluster.empty()) continue;
+      // Weights below exp(-87) are 0.
+      const double x = w < std::exp(-87.0) ? 0.0 : std::min(lambda * w, cap) / own_r;
+      cluster[i / 64].sketched += x;
+      cluster[i / 64].square += x * x;
+      term[i] = std::min(term[i], std::log(1e30) + shift[h]);
+      plain += std::exp(term[i] - shift[h]);
     }
-    result.lse = log_sum_exp(term);
+    double mass = 0;
+    for (const Cluster& c : cluster) {
+      mass += (1 - c.own()) * c.weight;
+      error += c.weight_square * c.spread_square;
+    }
+    for (std::size_t i = 0; i < compressed && !cluster.empty(); ++i) {
+      if (in_high(i) || exact[i] || !head.resident[i]) continue;
+      const Cluster& c = cluster[i / 64];
+      const double own = std::exp(std::min(logit[h][i] - shift[h], 60.0));
+      const double counts = c.factor() * std::exp(term[i] - shift[h]);
+      error += (counts - own) * (counts - own) * c.spread_square;
+      mass += counts;
+      term[i] += std::log(c.factor());
+    }
+    // All of it, moved into what the certificate leaves; in the plan's units.
+    double correction = 1;
+    if (mass > 0 && result.epsilon < kInfinite) {
+      const double slack = result.epsilon * denominator[h];
+      correction = std::clamp(mass, plain - slack, plain + slack) / mass;
+    }
+    for (std::size_t i = 0; i < compressed && !cluster.empty(); ++i)
+      if (!in_high(i) && !exact[i]) term[i] += std::log(correction);
+    result.output_error = error == 0 ? 0.0 : 1.25 * std::sqrt(error) / denominator[h];
+    Vector all = term;
+    for (const Cluster& c : cluster)
+      all.push_back(std::log(correction * (1 - c.own()) * c.weight) + shift[h]);
+    result.lse = log_sum_exp(all);
     result.output.assign(static_cast<std::size_t>(head.layer.value_dim), 0.0);
+    for (std::size_t c = 0; c < cluster.size(); ++c) {
+      const double share = std::exp(all[n + c] - result.lse);
+      for (std::size_t j = 0; share > 0 && j < result.output.size(); ++j)
+        result.output[j] += share * cluster[c].centroid[j];
+    }
     for (std::size_t i = 0; i < n; ++i) {
       if (term[i] == -kInfinite) continue;
       const double share = std::exp(term[i] - result.lse);

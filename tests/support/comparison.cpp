@@ -72,6 +72,13 @@ void compare(const CacheConfig& config, std::int64_t layer, const Result& result
       if (result.query[at].certified != certified) {
         tally.fail(text.str() + "certified at " + std::to_string(epsilon));
       }
+      const double error = result.query[at].output_error;
+      if (error != query.output_error && !(std::fabs(error - query.output_error) <=
+                                           tolerance::kStepOutputError * query.output_error +
+                                               within.output * tolerance::kStepOutputFloor)) {
+        text << "output error " << error << ", expected " << query.output_error;
+        tally.fail(text.str());
+      }
       const double lse = static_cast<double>(result.lse[at]);
       const bool empty = query.lse == -kInfinite;
       if (empty ? lse != -kInfinite

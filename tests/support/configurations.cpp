@@ -54,6 +54,7 @@ Drawn random_setting(Random& random) {
   c.study.select = select == 0   ? Selection::topk
                    : select == 1 ? Selection::poisson
                                  : Selection::spread;
+  c.study.estimator = random.below(3) == 0 ? Estimator::plain : Estimator::clusters;
   c.study.inclusion_floor = random.below(4) == 0 ? c.keep / 4 : 0;
   c.seed = random.bits();
   c.threads = 1;

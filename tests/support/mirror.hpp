@@ -21,14 +21,15 @@ namespace verkv::test {
 using reference::Vector;
 
 struct MirrorHead {
+  // By position.
   std::vector<std::vector<float>> key;
   std::vector<std::vector<float>> value;
   Vector odds;
   std::vector<bool> resident;
-  std::size_t mean_tokens = 0;
+  std::vector<float> mean;
   verkv::SketchBasis basis;
-  // Of a spread sample.
   verkv::OrderDirections directions;
+  // Positions of the compressed tokens in their order, prompt or chunk by prompt or chunk.
   std::vector<std::vector<std::uint32_t>> walks;
   Vector window_square;  // of the tokens that are not compressed
   Vector window_steps;
@@ -128,12 +129,13 @@ class Mirror {
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
       for (std::size_t h = 0; h < layers_[layer].size(); ++h) {
         MirrorHead& head = layers_[layer][h];
-        head.resident =
-            reference::draw(head.odds, key(static_cast<std::int64_t>(layer), h), 0, head.walks);
+        head.resident = reference::draw(head.odds, key(static_cast<std::int64_t>(layer), h), 0,
+                                        competing(head.walks));
       }
     }
   }
 
+  // Compressed tokens by place: where two are worth the same, the plan takes the first.
   reference::HeadCase head_case(std::int64_t layer, std::int64_t h) const {
     const MirrorHead& m = head(layer, h);
     reference::HeadCase result;
@@ -141,12 +143,21 @@ class Mirror {
     result.fetch = config_.fetch;
     result.study = config_.study;
     result.sketch = config_.sketch;
-    result.key = m.key;
-    result.value = m.value;
-    result.odds = m.odds;
-    result.resident = m.resident;
-    result.mean_tokens = m.mean_tokens;
+    const auto take = [&](std::size_t position) {
+      result.key.push_back(m.key[position]);
+      result.value.push_back(m.value[position]);
+    };
+    for (const std::vector<std::uint32_t>& walk : m.walks) {
+      for (const std::uint32_t position : walk) {
+        take(position);
+        result.odds.push_back(m.odds[position]);
+        result.resident.push_back(m.resident[position]);
+      }
+    }
+    for (std::size_t position = m.odds.size(); position < m.key.size(); ++position) take(position);
+    result.mean = m.mean;
     result.basis = &m.basis;
+    result.storage = config_.storage;
     return result;
   }
 
@@ -188,13 +199,22 @@ class Mirror {
         const std::int64_t whole_groups = (compressed + 15) / 16 * 16;
         std::int64_t residents = window;
         for (const bool resident : head.resident) residents += resident;
+        // A centroid of values and a spread of two bytes for 64 tokens.
+        if (config_.study.estimator == Estimator::clusters) {
+          const std::int64_t element =
+              static_cast<std::int64_t>(verkv::size_bytes(config_.storage));
+          report.sketch_bytes += (compressed + 63) / 64 * (layer.value_dim * element + 2);
+        }
         report.host_bytes += static_cast<std::int64_t>(head.key.size()) * row;
         report.resident_bytes += residents * row;
-        // 4 bytes a resident's position, 2 bytes of odds a compressed token (in whole groups of the
+        // 4 bytes a resident's place, 2 bytes of odds a compressed token (in whole groups of the
         // sketch), a sum and a count for each token of the window.
         report.metadata_bytes += 4 * residents + 2 * whole_groups + 8 * window;
-        // 4 bytes a token that is drawn at all and 4 a walk; directions in binary32.
-        if (compressed > 0 && config_.study.select == Selection::spread) {
+        // 4 bytes a token's position and 4 a walk; directions in binary32. With clusters also the
+        // odds in one that is not full.
+        if (compressed > 0) {
+          if (config_.study.estimator == Estimator::clusters)
+            report.basis_bytes += 2 * (compressed % 64);
           for (const auto& walk : head.walks)
             report.basis_bytes += 4 * (static_cast<std::int64_t>(walk.size()) + 1);
           report.basis_bytes += 4 * (std::min<std::int64_t>(8, layer.key_dim) * layer.key_dim +
@@ -242,11 +262,10 @@ class Mirror {
       }
     }
     MirrorHead& head = layers_[size(layer)][h];
-    const std::vector<float> mean =
-        reference::channel_means(head.key, odds.size(), size(c.key_dim));
-    head.basis = verkv::calibrate_sketch(config_.sketch.bits,
-                                         reference::BasisTokens(head.key, mean, odds, tau), queries,
-                                         config_.seed, verkv::kOrderKeys, &head.directions.key);
+    head.mean = reference::channel_means(head.key, odds.size(), size(c.key_dim));
+    head.basis = verkv::calibrate_sketch(
+        config_.sketch.bits, reference::BasisTokens(head.key, head.mean, odds, tau), queries,
+        config_.seed, verkv::kOrderKeys, &head.directions.key);
   }
 
   // Rows of binary32, one after the other.
@@ -260,9 +279,8 @@ class Mirror {
   }
 
   // The order is the library's, from the rows and scores as the mirror knows them.
-  std::vector<std::vector<std::uint32_t>> new_walks(std::int64_t layer, MirrorHead& head,
-                                                    const Vector& odds, const Vector& tau) const {
-    if (config_.study.select != Selection::spread) return {};
+  std::vector<std::uint32_t> new_walk(std::int64_t layer, MirrorHead& head, const Vector& odds,
+                                      const Vector& tau) const {
     const LayerConfig& c = config_.layers[size(layer)];
     const std::vector<float> keys = flat(head.key);
     const std::vector<float> values = flat(head.value);
@@ -280,22 +298,26 @@ class Mirror {
                                   verkv::kOrderValues, verkv::kOrderValueWeight);
     }
     std::vector<std::uint32_t> walk;
-    for (std::size_t i = 0; i < odds.size(); ++i) {
-      const double r = odds[i] == reference::kInfinite ? 1.0 : odds[i] / (1 + odds[i]);
-      if (r > 0 && r < 1) walk.push_back(static_cast<std::uint32_t>(head.odds.size() + i));
-    }
-    if (walk.empty()) return {};
+    for (std::size_t i = 0; i < odds.size(); ++i)
+      walk.push_back(static_cast<std::uint32_t>(head.odds.size() + i));
     verkv::spread_order(head.directions, rows_of(keys, c.key_dim), rows_of(values, c.value_dim),
                         walk);
-    return {walk};
+    return walk;
+  }
+
+  // Those walks of which neighbours compete.
+  std::vector<std::vector<std::uint32_t>> competing(
+      const std::vector<std::vector<std::uint32_t>>& walks) const {
+    if (config_.study.select != Selection::spread) return {};
+    return walks;
   }
 
   void take(std::int64_t layer, std::size_t h, const Vector& odds, const Vector& tau) {
     MirrorHead& head = layers_[size(layer)][h];
-    const auto walks = new_walks(layer, head, odds, tau);
-    const std::vector<bool> drawn = reference::draw(odds, key(layer, h), head.odds.size(), walks);
-    head.walks.insert(head.walks.end(), walks.begin(), walks.end());
-    if (head.odds.empty()) head.mean_tokens = odds.size();
+    const std::vector<std::uint32_t> walk = new_walk(layer, head, odds, tau);
+    const std::vector<bool> drawn =
+        reference::draw(odds, key(layer, h), head.odds.size(), competing({walk}));
+    head.walks.push_back(walk);
     head.odds.insert(head.odds.end(), odds.begin(), odds.end());
     head.resident.insert(head.resident.end(), drawn.begin(), drawn.end());
     const auto gone = static_cast<std::ptrdiff_t>(odds.size());

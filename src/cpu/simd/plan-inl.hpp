@@ -32,7 +32,7 @@ HWY_INLINE VF fetch_worth(VF w, VF rho, VF beta) {
   return hn::IfThenElse(hn::Le(w, edge), inside, outside);
 }
 
-HWY_INLINE VU32 positions(std::int64_t first) {
+HWY_INLINE VU32 places(std::int64_t first) {
   return hn::Iota(du32, static_cast<std::uint32_t>(first));
 }
 HWY_INLINE std::int64_t count_true(MF mask) {
@@ -122,7 +122,7 @@ std::int64_t select_tokens_of(const float* w, std::int64_t stride, const Positiv
     } else {
       for (int h = 0; h < heads; ++h) add_head(h);
     }
-    LanePacker(any).store(positions(i), out + found);
+    LanePacker(any).store(places(i), out + found);
     found += count_true(any);
   });
   for (int h = 0; h < heads; ++h) out_planned[h] += planned[h];
@@ -163,7 +163,7 @@ void plan_start(const float* w, const Positive16* odds, std::int64_t count, floa
     packer.store(x, to.weight + kept);
     packer.store(rho, to.odds + kept);
     packer.store(fetch_worth(x, rho, hn::Set(df, beta)), to.worth + kept);
-    packer.store(positions(i), to.position + kept);
+    packer.store(places(i), to.place + kept);
     kept += count_true(positive);
   });
   plan.count = kept;
@@ -232,7 +232,7 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
                 const VF x = lanes.load(to.weight + i);
                 const VF rho = lanes.load(to.odds + i);
                 const VF worth = lanes.load(to.worth + i);
-                const VU32 position = hn::LoadU(du32, to.position + i);
+                const VU32 place = hn::LoadU(du32, to.place + i);
                 const MF settles = lanes.only(hn::Le(worth, hn::Set(df, settle_below)));
                 const MF above = hn::And(settles, hn::Gt(x, hn::Mul(hn::Set(df, beta_high), rho)));
                 const MF low = hn::And(settles, hn::Le(x, hn::Mul(hn::Set(df, beta_low), rho)));
@@ -253,7 +253,7 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
                 packer.store(x, to.weight + kept);
                 packer.store(rho, to.odds + kept);
                 packer.store(worth, to.worth + kept);
-                packer.store(position, to.position + kept);
+                packer.store(place, to.place + kept);
                 kept += count_true(keep);
               });
     add_folds(lane, total);

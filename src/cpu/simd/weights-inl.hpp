@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include <verkv/attention.hpp>
+#include <verkv/clusters.hpp>
 #include <verkv/types.hpp>
 
 #include "cpu/kernels.hpp"
@@ -80,6 +81,108 @@ void weights(float* w, std::int64_t stride, const Positive16* odds, std::int64_t
   each_heads(heads, [&](int h, auto n) HWY_ATTR {
     weights_of<n>(w + h * stride, stride, odds, count, shift + h, out_sum + h);
   });
+}
+
+// Sums and squares of as many clusters as fill a vector, folded at once.
+void cluster_sums(const float* w, std::int64_t count, float* out_sum, float* out_square) {
+  constexpr int kAtOnce = kN / 2;
+  const std::int64_t clusters = clusters_of(count);
+  for (std::int64_t first = 0; first < clusters; first += kAtOnce) {
+    VF acc[2 * kAtOnce][kParts];
+    zero(acc);
+    const std::int64_t here = std::min<std::int64_t>(kAtOnce, clusters - first);
+    unroll<kAtOnce>([&](auto k) VERKV_LAMBDA {
+      if (k >= here) return;
+      const std::int64_t begin = (first + k) * kClusterTokens;
+      each_part(begin, std::min(begin + kClusterTokens, count),
+                [&](std::int64_t i, auto part, auto lanes) VERKV_LAMBDA {
+                  const VF x = lanes.load(w + i);
+                  acc[k][part] = hn::Add(acc[k][part], x);
+                  acc[kAtOnce + k][part] = hn::MulAdd(x, x, acc[kAtOnce + k][part]);
+                });
+    });
+    alignas(64) float sums[2 * kAtOnce];
+    fold(acc, sums);
+    std::copy_n(sums, here, out_sum + first);
+    std::copy_n(sums + kAtOnce, here, out_square + first);
+  }
+}
+
+// Dialect of verkv/shrinkage.hpp: drawn_coefficient, lambda of (1) being given.
+HWY_INLINE VF drawn_coefficient(VF lambda, VF exact, VF rho, VF bound) {
+  const MF beyond = hn::Gt(hn::Mul(lambda, exact), bound);
+  const VF capped = hn::IfThenElse(beyond, hn::Div(bound, exact), lambda);
+  return hn::Div(hn::Mul(capped, hn::Add(hn::Set(df, 1.0f), rho)), rho);
+}
+
+void cluster_terms(const float* sketched, const float* exact, const float* odds, std::int64_t count,
+                   float beta, float cap, float* out_x, float* out_y, double& out_plain) {
+  const VF most = hn::Set(df, 1e30f);
+  double total[1] = {};
+  for (std::int64_t begin = 0; begin < count; begin += kBlockTokens) {
+    VF lane[1][kParts];
+    zero(lane);
+    each_part(begin, std::min(begin + kBlockTokens, count),
+              [&](std::int64_t i, auto part, auto lanes) VERKV_LAMBDA {
+                const VF w = lanes.load(sketched + i);
+                const VF v = lanes.load(exact + i);
+                const VF rho = lanes.load(odds + i);
+                const MF low = lanes.only(hn::Ge(w, hn::Zero(df)));
+                const VF edge = hn::Mul(hn::Set(df, beta), rho);
+                const VF lambda =
+                    hn::IfThenElse(hn::Le(w, edge), hn::Set(df, 1.0f), hn::Div(edge, w));
+                // Without a cap the bound is infinite, or no number where beta is 0, and nothing is
+                // above it.
+                const VF bound = hn::Mul(hn::Set(df, cap * beta), rho);
+                const VF x = hn::Mul(w, drawn_coefficient(lambda, w, rho, bound));
+                const VF y = hn::Mul(v, drawn_coefficient(lambda, v, rho, bound));
+                const VF term = hn::IfThenElseZero(low, hn::IfThenElse(hn::Gt(y, most), most, y));
+                lanes.store(hn::IfThenElseZero(low, x), out_x + i);
+                lanes.store(term, out_y + i);
+                lane[0][part] = hn::Add(lane[0][part], term);
+              });
+    add_folds(lane, total);
+  }
+  out_plain = total[0];
+}
+
+// Dialect of verkv/clusters.hpp: distance_square.
+HWY_INLINE VF distance_square(VF a, VF v) {
+  const VF off = hn::IfThenElse(hn::Gt(a, v), hn::Sub(a, v), hn::Sub(v, a));
+  const VF most = hn::Set(df, kMostSpread);
+  return hn::IfThenElse(hn::Gt(off, most), hn::Mul(most, most), hn::Mul(off, off));
+}
+
+void cluster_counts(const float* y, const float* exact, const std::uint32_t* cluster,
+                    const float* share, const float* spread_square, std::int64_t count,
+                    float* sketched, double& out_mass, double& out_error, float& out_top) {
+  double total[2] = {};
+  VF top[kParts];
+  unroll<kParts>([&](auto part) VERKV_LAMBDA { top[part] = hn::Zero(df); });
+  for (std::int64_t begin = 0; begin < count; begin += kBlockTokens) {
+    VF lane[2][kParts];
+    zero(lane);
+    each_part(begin, std::min(begin + kBlockTokens, count),
+              [&](std::int64_t i, auto part, auto lanes) VERKV_LAMBDA {
+                const VF w = lanes.load(sketched + i);
+                const MF low = lanes.only(hn::Ge(w, hn::Zero(df)));
+                // Clusters of slots that are not there are 0, as MaskedLoad gives them.
+                const VI32 at =
+                    hn::BitCast(di32, lanes.load(reinterpret_cast<const float*>(cluster) + i));
+                const VF counts = hn::Mul(hn::GatherIndex(df, share, at), lanes.load(y + i));
+                const VF square = distance_square(counts, lanes.load(exact + i));
+                const VF spread = hn::GatherIndex(df, spread_square, at);
+                lane[0][part] = hn::Add(lane[0][part], hn::IfThenElseZero(low, counts));
+                lane[1][part] = hn::Add(
+                    lane[1][part], hn::IfThenElseZero(low, hn::Mul(spread, square)));
+                raise(top[part], counts, low);
+                lanes.store(hn::IfThenElse(low, counts, w), sketched + i);
+              });
+    add_folds(lane, total);
+  }
+  out_mass = total[0];
+  out_error = total[1];
+  out_top = largest(top, 0);
 }
 
 template <int kHeads>

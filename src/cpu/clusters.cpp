@@ -1,0 +1,74 @@
+#include "cpu/clusters.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <span>
+
+#include <verkv/shrinkage.hpp>
+#include <verkv/sketch_error.hpp>
+
+namespace verkv::cpu {
+
+void sum_clusters(HeadGroup& group) {
+  // The states are those of another head until now.
+  for (int h = 0; h < group.heads; ++h) group.state(h).by_clusters = false;
+  if (group.clusters == 0) return;
+  Workspace& ws = group.workspace;
+  const std::span<const std::uint32_t> place = group.store.resident_places();
+  for (std::size_t i = 0; i < static_cast<std::size_t>(group.drawn); ++i)
+    ws.slot_cluster[i] = place[i] / static_cast<std::uint32_t>(kClusterTokens);
+  const std::span<const Positive16> spread = group.store.spreads();
+  for (std::size_t c = 0; c < spread.size(); ++c)
+    ws.cluster_spread_square[c] = to_float(spread[c]) * to_float(spread[c]);
+  for (int h = 0; h < group.heads; ++h) {
+    group.kernels.cluster_sums(group.weight(h), group.compressed, group.cluster_weight(h),
+                               group.cluster_square(h));
+    const float* sum = group.cluster_weight(h);
+    const bool any = std::any_of(sum, sum + group.clusters, [](float x) { return x > 0; });
+    group.state(h).by_clusters = any && !is_useless(group.state(h).sketch_error);
+  }
+}
+
+float share_clusters(HeadGroup& group, int h) {
+  Workspace& ws = group.workspace;
+  HeadState& state = group.state(h);
+  const float* exact = group.resident_weight(h);
+  float* drawn = group.resident_sketched(h);
+  double plain = 0;
+  group.kernels.cluster_terms(drawn, exact, ws.slot_odds.data(), group.drawn, state.beta,
+                              group.rules.cap, ws.slot_x.data(), ws.slot_y.data(), plain);
+  float* sum = ws.cluster_x.data();
+  float* square = ws.cluster_x_square.data();
+  std::fill_n(sum, group.clusters, 0.0f);
+  std::fill_n(square, group.clusters, 0.0f);
+  for (std::size_t i = 0; i < static_cast<std::size_t>(group.drawn); ++i) {
+    const float x = ws.slot_x[i];
+    sum[ws.slot_cluster[i]] += x;
+    square[ws.slot_cluster[i]] += x * x;
+  }
+  float* centroid = group.cluster_weight(h);
+  double mass = 0;
+  double error_square = 0;
+  float top = 0;
+  for (std::int64_t c = 0; c < group.clusters; ++c) {
+    const ClusterShare share = cluster_share(centroid[c], sum[c], square[c]);
+    const std::size_t at = static_cast<std::size_t>(c);
+    ws.cluster_drawn[at] = share.drawn;
+    centroid[c] = share.centroid;
+    mass += static_cast<double>(share.centroid);
+    top = std::max(top, share.centroid);
+    error_square += static_cast<double>(ws.cluster_spread_square[at] * group.cluster_square(h)[c]);
+  }
+  double drawn_mass = 0;
+  double drawn_error = 0;
+  float drawn_top = 0;
+  group.kernels.cluster_counts(ws.slot_y.data(), exact, ws.slot_cluster.data(),
+                               ws.cluster_drawn.data(), ws.cluster_spread_square.data(),
+                               group.drawn, drawn, drawn_mass, drawn_error, drawn_top);
+  state.output_error = output_error(error_square + drawn_error, state.denominator);
+  state.correction = static_cast<float>(
+      cluster_correction(mass + drawn_mass, plain, state.bound * state.denominator));
+  return std::max(top, drawn_top) * state.correction;
+}
+
+}  // namespace verkv::cpu
