@@ -1,5 +1,6 @@
 // The compression of a layer's KV heads: means, encoding, ordered compaction of the residents. Each
-// function enqueues one kernel on the stream and returns the error of its launch; none synchronises.
+// function enqueues one kernel on the stream and returns the error of its launch; none
+// synchronises.
 #ifndef VERKV_CUDA_COMPRESS_HPP
 #define VERKV_CUDA_COMPRESS_HPP
 

@@ -383,45 +383,38 @@ Clusters make_clusters(const Rows& values, std::span<const std::uint32_t> positi
     const Element* rows = static_cast<const Element*>(values.data);
     const std::size_t dim = static_cast<std::size_t>(values.dim);
     Clusters result;
-    std::vector<double> sum(dim);
+    std::vector<double> mean(dim);
     for (std::size_t first = 0; first < position.size(); first += kClusterTokens) {
       const std::size_t end = std::min(position.size(), first + kClusterTokens);
-      const auto is_low = [&](std::size_t i) { return odds[i].bits < kPositive16Infinity.bits; };
-      double all = 0;
-      for (std::size_t i = first; i < end; ++i) all += is_low(i) ? inclusion_of(odds[i]) : 0.0;
-      const bool weighed = all > 0;
-      const auto weight = [&](std::size_t i) {
-        return !is_low(i) ? 0.0 : weighed ? inclusion_of(odds[i]) : 1.0;
+      // Calls f(row) for the tokens of L.
+      const auto for_low = [&](auto&& f) {
+        for (std::size_t i = first; i < end; ++i) {
+          if (odds[i].bits < kPositive16Infinity.bits)
+            f(rows + static_cast<std::int64_t>(position[i]) * values.stride);
+        }
       };
-      const auto row = [&](std::size_t i) {
-        return rows + static_cast<std::int64_t>(position[i]) * values.stride;
-      };
-      std::fill(sum.begin(), sum.end(), 0.0);
-      double total = 0;
-      for (std::size_t i = first; i < end; ++i) {
-        if (!(weight(i) > 0)) continue;
-        total += weight(i);
-        for (std::size_t j = 0; j < dim; ++j)
-          sum[j] += weight(i) * static_cast<double>(to_float(row(i)[j]));
-      }
-      std::vector<double> mean;
-      for (const double x : sum) {
-        const Element stored = from_float<Element>(static_cast<float>(total > 0 ? x / total : 0));
-        mean.push_back(static_cast<double>(to_float(stored)));
+      double tokens = 0;
+      std::fill(mean.begin(), mean.end(), 0.0);
+      for_low([&](const Element* row) {
+        tokens += 1;
+        for (std::size_t j = 0; j < dim; ++j) mean[j] += static_cast<double>(to_float(row[j]));
+      });
+      for (double& x : mean) {
+        const Element stored = from_float<Element>(static_cast<float>(tokens > 0 ? x / tokens : 0));
+        x = static_cast<double>(to_float(stored));
         const auto* bytes = reinterpret_cast<const std::byte*>(&stored);
         result.centroids.insert(result.centroids.end(), bytes, bytes + sizeof stored);
       }
       double square = 0;
-      for (std::size_t i = first; i < end; ++i) {
-        if (!(weight(i) > 0)) continue;
+      for_low([&](const Element* row) {
         for (std::size_t j = 0; j < dim; ++j) {
-          const double off = static_cast<double>(to_float(row(i)[j])) - mean[j];
-          square += weight(i) * off * off;
+          const double off = static_cast<double>(to_float(row[j])) - mean[j];
+          square += off * off;
         }
-      }
-      const double spread =
-          total > 0 ? std::min(std::sqrt(square / total), static_cast<double>(kMostSpread)) : 0;
-      result.spread.push_back(to_positive16(static_cast<float>(spread)));
+      });
+      const double spread = tokens > 0 ? std::sqrt(square / tokens) : 0;
+      result.spread.push_back(
+          to_positive16(static_cast<float>(std::min(spread, static_cast<double>(kMostSpread)))));
     }
     return result;
   });

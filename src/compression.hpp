@@ -173,10 +173,9 @@ VERKV_API std::vector<std::uint32_t> draw_places(const DrawId& id, Selection sel
                                                  std::span<const Positive16> odds,
                                                  std::int64_t begin, const HeadOrder& order);
 
-// Tokens that follow each other in the order, kClusterTokens of them a cluster. Centroid: the mean of
-// the values of those in L, weighed by their inclusion probabilities where there are any, in the rows'
-// type; 0 where no token is in L. Spread: the root of the same mean of squared distances from it.
-// position, odds: of the tokens. Allocates.
+// Tokens that follow each other in the order, kClusterTokens of them a cluster. Centroid: the mean
+// of the values of those in L, in the rows' type; 0 where no token is in L. Spread: the root mean
+// square of their distances from it. position, odds: of the tokens. Allocates.
 VERKV_API Clusters make_clusters(const Rows& values, std::span<const std::uint32_t> position,
                                  std::span<const Positive16> odds);
 

@@ -45,8 +45,8 @@ struct HeadOrder {
   }
 };
 
-// Adds the places of a later compression, and the directions of a first one. reserve_places makes the
-// room, after which take_places cannot fail.
+// Adds the places of a later compression, and the directions of a first one. reserve_places makes
+// the room, after which take_places cannot fail.
 VERKV_API void reserve_places(HeadOrder& order, const HeadOrder& more);
 VERKV_API void take_places(HeadOrder& order, HeadOrder&& more) noexcept;
 

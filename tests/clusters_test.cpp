@@ -111,8 +111,9 @@ TEST_CASE("Clusters: what is corrected lies in the certified interval, its neare
 
 TEST_CASE("Clusters: samples of a cluster follow its sum, which its centroid alone misses",
           "[statistical]") {
-  // 64 tokens of which each is drawn with r; values are numbers, larger where weights are. The mean of
-  // the answers is the cluster's sum but for the centroid's share, 1 / (n + 1), of what it is off.
+  // 64 tokens of which each is drawn with r; values are numbers, larger where weights are. The mean
+  // of the answers is the cluster's sum but for the centroid's share, 1 / (n + 1), of what it is
+  // off.
   Random random(4);
   constexpr std::size_t kTokens = 64;
   std::vector<double> weight(kTokens);

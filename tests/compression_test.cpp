@@ -857,23 +857,18 @@ struct Expected {
 
 Expected cluster_of(const std::vector<std::vector<double>>& value,
                     const std::vector<double>& odds) {
-  bool any = false;
-  for (const double rho : odds) any = any || (rho > 0 && std::isfinite(rho));
-  const auto weight = [&](double rho) { return any ? rho / (1 + rho) : 1.0; };
   Expected result;
   result.centroid.assign(value.front().size(), 0.0);
   double total = 0;
-  for (std::size_t i = 0; i < odds.size(); ++i)
-    total += std::isfinite(odds[i]) ? weight(odds[i]) : 0;
+  for (const double rho : odds) total += std::isfinite(rho) ? 1 : 0;
   if (total == 0) return result;
   double square = 0;
   for (const bool spread : {false, true}) {
     for (std::size_t i = 0; i < odds.size(); ++i) {
       if (!std::isfinite(odds[i])) continue;
-      const double share = weight(odds[i]) / total;
       for (std::size_t j = 0; j < value[i].size(); ++j) {
-        if (!spread) result.centroid[j] += share * value[i][j];
-        if (spread) square += share * std::pow(value[i][j] - result.centroid[j], 2);
+        if (!spread) result.centroid[j] += value[i][j] / total;
+        if (spread) square += std::pow(value[i][j] - result.centroid[j], 2) / total;
       }
     }
   }
@@ -892,7 +887,7 @@ TEST_CASE("Clusters: centroid and spread of the tokens of L, 64 at a time, in th
     position[i] = static_cast<std::uint32_t>(i * 77 % kTokens);
   std::vector<Positive16> odds;
   for (std::size_t i = 0; i < kTokens; ++i) {
-    // The second cluster has nothing that is drawn, the third nothing of L.
+    // The second cluster has nothing that can be drawn, the third nothing of L.
     const double r = i / 64 == 1 ? (i % 3 == 0 ? 1.0 : 0.0) : i / 64 == 2 ? 1.0 : random.uniform();
     odds.push_back(verkv::stored_odds(r));
   }

@@ -1,5 +1,6 @@
 // What an evaluation reports (bench/text_quality): JSON and a table, and the statistics that go
 // into its rows. The pictures and the tables of the pages are tested by pages_test.py.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -15,6 +16,7 @@
 
 #include "../bench/text_quality/eval_report.hpp"
 #include "../bench/text_quality/eval_row.hpp"
+#include "../bench/text_quality/few_bits.hpp"
 #include "../examples/common/statistics.hpp"
 #include "catch.hpp"
 #include "tolerance.hpp"
@@ -67,6 +69,57 @@ EvalRow task_row(const std::string& method, const std::string& task, double keep
   row.score_dense = dense;
   row.samples = 50;
   return row;
+}
+
+TEST_CASE("few bits: numbers go to the nearest level of their group, the last tokens stay") {
+  std::mt19937 random(5);
+  const auto number = [&random] {
+    return verkv::to_half(static_cast<float>(random()) / 2147483648.0f - 1.0f);
+  };
+  constexpr std::int64_t kChannels = 6;
+  constexpr std::int64_t kTokens = 300;  // two groups and 44 tokens
+  std::vector<verkv::Half> start(static_cast<std::size_t>(kTokens * kChannels));
+  for (verkv::Half& x : start) x = number();
+  const auto at = [](const std::vector<verkv::Half>& rows, std::int64_t token, std::int64_t j) {
+    return to_float(rows[static_cast<std::size_t>(token * kChannels + j)]);
+  };
+  for (const int bits : {1, 2, 3, 4, 8}) {
+    std::vector<verkv::Half> keys = start;
+    round_keys(keys, kChannels, bits);
+    std::vector<verkv::Half> values = start;
+    round_values(values, 2, kChannels / 2, bits);
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      for (std::int64_t j = 0; j < kChannels; ++j) {
+        float least = 2;
+        float most = -2;
+        for (std::int64_t other = t / 128 * 128; other < std::min(kTokens, t / 128 * 128 + 128);
+             ++other) {
+          least = std::min(least, at(start, other, j));
+          most = std::max(most, at(start, other, j));
+        }
+        const float step = (most - least) / static_cast<float>((1 << bits) - 1);
+        const float off = std::fabs(at(keys, t, j) - at(start, t, j));
+        // Half a step, and the rounding of a half near 1.
+        if (t < 256) CHECK(off <= 0.5f * step + 0x1p-11f);
+        if (t < 256)
+          CHECK((bits > 1 || off == 0 || at(keys, t, j) < -0.5f || at(keys, t, j) > 0.5f));
+        if (t >= 256) CHECK(off == 0);
+        if (t >= 256) CHECK(at(values, t, j) == at(start, t, j));
+      }
+    }
+    // A value of three coordinates keeps the least and the largest.
+    CHECK(at(values, 7, 0) != at(start, 300 - 1, 0));
+    float least = 2;
+    float kept = 2;
+    for (std::int64_t j = 0; j < 3; ++j) {
+      least = std::min(least, at(start, 7, j));
+      kept = std::min(kept, at(values, 7, j));
+    }
+    CHECK(kept == least);
+  }
+  // 2.25 bits a key number and 2.5 a value number at head size 64, of 16; the tail at 16.
+  CHECK(few_bits_share(64, 64, 256, 256, 2) == (2.25 + 2.5) / 32);
+  CHECK(few_bits_share(64, 64, 300, 512, 2) == 0.5 * (2.25 + 2.5) / 32 + 0.5);
 }
 
 }  // namespace

@@ -69,8 +69,8 @@ inline constexpr double kStepOutputFloor = 0.01;
 // Certificates below lose their variance, a sum of squares, to the smallest binary32 number.
 inline constexpr double kSmallestEpsilon = 1e-18;
 
-// The estimated error of the output, relative: spreads are stored in 16 bits, 2e-3, and counts of drawn
-// tokens may nearly cancel their weights.
+// The estimated error of the output, relative: spreads are stored in 16 bits, 2e-3, and counts of
+// drawn tokens may nearly cancel their weights.
 inline constexpr double kStepOutputError = 0.02;
 
 // The same where logits reach 1e4: they are known to 1e-3, and so are weights and all that is made

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include <fmt/format.h>
+
 namespace verkv::lab {
 
 namespace {
@@ -38,6 +40,7 @@ EvalRow describe(const Method& method, const EvalOptions& options, const Engine&
   row.sketch = sketch_label(method.config);
   if (!row.sketch.empty()) row.estimator = examples::estimator_word(method.config.study.estimator);
   row.keep = method.config.keep;
+  if (method.bits > 0) row.sketch = fmt::format("all in {} bits", method.bits);
   if (method.config.fetch.mode == FetchMode::verified) {
     row.epsilon = method.config.fetch.epsilon.value_or(kNone);
     row.risk = method.config.fetch.risk.value_or(kNone);

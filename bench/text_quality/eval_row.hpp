@@ -17,11 +17,11 @@ struct EvalRow {
   std::string text;  // exactly one of text and task is set
   std::string task;
   std::int64_t context_tokens = 0;
-  // dense, dense_offload, full_budget, top_k, top_k_gate, top_k_fetch, top_k_clusters, poisson,
-  // paper, risk or risk_and_epsilon
+  // dense, dense_offload, few_bits, full_budget, top_k, top_k_gate, top_k_fetch, top_k_clusters,
+  // poisson, paper, risk or risk_and_epsilon
   std::string method;
   std::string importance;
-  std::string sketch;     // "2 bits", "3 bits", "exact"; empty: none
+  std::string sketch;     // "2 bits", "3 bits", "exact", "all in 3 bits"; empty: none
   std::string estimator;  // "plain", "clusters"; empty: nothing is estimated
 
   // Configuration, kNone where off.

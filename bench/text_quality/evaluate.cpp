@@ -10,6 +10,7 @@
 #include "../../examples/llama_cpp/distribution.hpp"
 #include "../../examples/llama_cpp/generate.hpp"
 #include "account.hpp"
+#include "few_bits.hpp"
 
 namespace verkv::lab {
 
@@ -193,7 +194,7 @@ class Evaluation {
         account.log_loss -= log_probability(logits, dense.targets[step]);
       };
       hook_.decode(engine_, dense.steps, decoder, compare);
-      account.add_cost(decoder);
+      add_cost(method, dense.scored.prompt, options_.steps, decoder, account);
       account.seconds += elapsed(begin);
       engine_.truncate(options_.context_tokens);
       advance(run_work(options_.steps), what + ", " + method.name);
@@ -202,7 +203,31 @@ class Evaluation {
 
   CacheDecoder make_decoder(const ScoredPrompt& scored, const Method& method,
                             std::uint64_t draw) const {
-    return {scored.prompt, scored.scores.at(method.score), options_.backend, method.config, draw};
+    const Importance& score = scored.scores.at(method.score);
+    if (method.bits == 0) return {scored.prompt, score, options_.backend, method.config, draw};
+    return {in_few_bits(scored.prompt, method.bits), score, options_.backend, method.config, draw};
+  }
+
+  static Prompt in_few_bits(const Prompt& prompt, int bits) {
+    Prompt result = prompt;
+    for (llm::PromptLayer& layer : result.layers) {
+      round_keys(layer.keys, layer.shape.kv_heads * layer.shape.key_dim, bits);
+      round_values(layer.values, layer.shape.kv_heads, layer.shape.value_dim, bits);
+    }
+    return result;
+  }
+
+  // What the decoder cost, counted in few bits where the method is.
+  static void add_cost(const Method& method, const Prompt& prompt, std::int64_t decoded,
+                       const CacheDecoder& decoder, Account& account) {
+    account.add_cost(decoder);
+    if (method.bits == 0) return;
+    const std::int64_t tokens = static_cast<std::int64_t>(prompt.tokens.size());
+    // All layers of a model that are ours have one shape.
+    const llm::AttentionLayer& shape = prompt.layers.front().shape;
+    DecodeCost& cost = account.costs.back();
+    cost.fast_bytes = cost.cache_bytes * few_bits_share(shape.key_dim, shape.value_dim, tokens,
+                                                        tokens + decoded, method.bits);
   }
 
   // The score of the answer, by the engine alone without a visitor.
@@ -244,7 +269,7 @@ class Evaluation {
           const auto begin = std::chrono::steady_clock::now();
           CacheDecoder decoder = make_decoder(scored, method, draw_of(number, draw));
           score += answer(task, question, &decoder) / static_cast<double>(draws);
-          account.add_cost(decoder);
+          add_cost(method, scored.prompt, 0, decoder, account);
           account.seconds += elapsed(begin);
           engine_.truncate(static_cast<std::int64_t>(context.size()));
           advance(run_work(kTaskSteps), what + ", " + method.name);

@@ -12,9 +12,9 @@ namespace verkv::lab {
 
 namespace {
 
-constexpr std::array<std::string_view, 11> kMethods{
-    "dense", "dense_offload",  "full_budget", "paper",     "poisson", "risk", "risk_and_epsilon",
-    "top_k", "top_k_clusters", "top_k_fetch", "top_k_gate"};
+constexpr std::array<std::string_view, 12> kMethods{
+    "dense", "dense_offload",    "few_bits", "full_budget",    "paper",       "poisson",
+    "risk",  "risk_and_epsilon", "top_k",    "top_k_clusters", "top_k_fetch", "top_k_gate"};
 
 // Collects the methods of a grid that were asked for.
 class Selector {
@@ -32,6 +32,10 @@ class Selector {
     }
     CacheConfig full = largest_only(1);
     add("full_budget", full, grid_.largest_scores.front());
+    for (const int bits : grid_.bits) {
+      if (!wanted("few_bits")) continue;
+      methods_.push_back({"few_bits", full, grid_.largest_scores.front(), true, false, bits});
+    }
     for (const double keep : grid_.keeps) add_rate(keep);
     return std::move(methods_);
   }

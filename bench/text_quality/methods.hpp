@@ -22,6 +22,8 @@ struct Method {
   bool cached = true;
   // Draws differ.
   bool random = false;
+  // Of every number of the prompt, all of which is resident; 0: as the engine has them.
+  int bits = 0;
 };
 
 // What is compared: every method at every value of what it depends on.
@@ -35,6 +37,7 @@ struct MethodGrid {
   std::vector<Estimator> estimators{StudyConfig{}.estimator};  // of the methods that draw and fetch
   std::vector<Score> sampling_scores{Score::kvzip_mean};       // of the methods that draw
   std::vector<Score> largest_scores{Score::kvzip};             // of top-k
+  std::vector<int> bits{2, 3, 4};                              // of caches in few bits
   bool gate = false;                                           // top-k at the scores of a gate, too
 };
 

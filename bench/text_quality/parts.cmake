@@ -5,6 +5,7 @@ add_library(
   verkv_lab_parts OBJECT
   ${CMAKE_CURRENT_LIST_DIR}/code_text.cpp
   ${CMAKE_CURRENT_LIST_DIR}/eval_report.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/few_bits.cpp
   ${CMAKE_CURRENT_LIST_DIR}/prose.cpp
   ${CMAKE_CURRENT_LIST_DIR}/tasks.cpp
   ${CMAKE_CURRENT_LIST_DIR}/text_random.cpp

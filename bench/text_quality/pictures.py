@@ -68,7 +68,7 @@ def curve(svg, x, y, rows, shape, colour, width, dash="", whiskers=True):
 
 def tradeoff():
     """Gemma: KL against what moves, for clusters, the plain estimate and top-k."""
-    measured = report.results("gemma-clusters.json")
+    measured = report.results("gemma-clusters.json", "gemma-plain.json")
     # Without fetching there is no sketch in use, so the rows of an older one are the same.
     unfetched = [row for row in report.results("gemma-16x.json") if row["method"] == "top_k"]
     curves = (("top_k_fetch", "plain", "square", "grey", 1.6), ("top_k_clusters", "clusters", "square", "green", 1.6),

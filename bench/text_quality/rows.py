@@ -119,6 +119,8 @@ def _method(row):
         return f"risk {price(row['risk'])} and eps {row['epsilon']:g}"
     if name == "paper":
         return f"paper, eps {row['epsilon']:g}"
+    if name == "few_bits":
+        return row["sketch"]
     if name == "top_k_clusters":
         return "top-k and clusters, p > " + price(row["probability"])
     if name == "top_k_fetch":

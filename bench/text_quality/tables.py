@@ -81,8 +81,8 @@ def bits(row):
 # ---- The tables of results.md: what ships ----
 
 
-def by_clusters(name):
-    rows = report.results(name)
+def by_clusters(names, keep):
+    rows = [row for row in report.results(*names) if row["keep"] == keep]
     order = {"risk": 0, "paper": 1, "top_k_clusters": 2, "top_k_fetch": 3}
 
     def key(row):
@@ -94,15 +94,33 @@ def by_clusters(name):
 
 
 def clusters_smollm2():
-    return by_clusters("smol-clusters.json")
+    return by_clusters(("smol-clusters.json", "smol-plain.json"), 1 / 16)
 
 
 def clusters_gemma():
-    return by_clusters("gemma-clusters.json")
+    return by_clusters(("gemma-clusters.json", "gemma-plain.json"), 1 / 16)
 
 
 def clusters_32x():
-    return by_clusters("smol-clusters-32x.json")
+    return by_clusters(("smol-clusters.json", "smol-plain-32x.json"), 1 / 32)
+
+
+def equal_bytes():
+    """What the fast tier takes beside the KL, for caches in few bits and ours."""
+    files = [f"{model}-{part}.json" for model in ("gemma", "smol") for part in ("few-bits", "clusters")]
+    lines = {}
+    for row in report.results(*files):
+        few = row["method"] == "few_bits"
+        if not few and not (row["method"] == "risk" and row["risk"] in (1e-4, 1e-5)):
+            continue
+        name = report.method(row) if few else f"{report.rate(row)}, {report.method(row)}"
+        line = lines.setdefault((report.model(row), name), {"fast": row["fast_bytes"] / row["cache_bytes"]})
+        moved = "" if few else f" ({report.short(100 * row['moved_fraction'])})"
+        line[row["text"]] = f"{report.short(row['kl_mean'])}{moved}"
+    order = sorted(lines.items(), key=lambda item: (item[0][0], item[1]["fast"], item[0][1]))
+    body = [[model, name, report.short(100 * line["fast"])] + [line.get(text, "-") for text in TEXTS]
+            for (model, name), line in order]
+    return markdown(["model", "cache", "fast tier, %", *TEXTS], 2, body)
 
 
 # ---- The tables of lab.md ----
@@ -192,6 +210,7 @@ TABLES = {
     "clusters-gemma": clusters_gemma,
     "clusters-smollm2": clusters_smollm2,
     "clusters-32x": clusters_32x,
+    "equal-bytes": equal_bytes,
     "gemma": gemma,
     "smollm2": smollm2,
     "16x": all_methods,

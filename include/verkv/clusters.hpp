@@ -10,15 +10,16 @@
 //   n = min(1, sum x / T) (sum x)^2 / sum x^2       p = n / (n + 1)                            (2)
 //   a drawn token counts p (T / sum x) y_i, the centroid (1 - p) T                             (3)
 //
-// (sum x)^2 / sum x^2 is the number of tokens that the sample is worth; n is less where it has missed
-// most of the cluster, and 0 where nothing was drawn. What (3) counts, M over all clusters, is moved
-// to the nearest point of what the certificate leaves to the plain estimate of D over L, sum y:
+// (sum x)^2 / sum x^2 is the number of tokens that the sample is worth; n is less where it has
+// missed most of the cluster, and 0 where nothing was drawn. What (3) counts, M over all clusters,
+// is moved to the nearest point of what the certificate leaves to the plain estimate of D over L,
+// sum y:
 //
 //   |D_L - sum y| <= bound D                                                                   (4)
 //
 // The error of the output is estimated as if the values of a cluster differed from its centroid in
-// independent directions, each by the cluster's spread s, the root mean square of |value - centroid|:
-// with a_i for what a drawn token counts by (3),
+// independent directions, each by the cluster's spread s, the root mean square of their distances
+// from it: with a_i for what a drawn token counts by (3),
 //
 //   (D error / kErrorScale)^2 =
 //       sum over clusters of  s^2 (sum over drawn of (a_i - v_i)^2 + sum over all of w_i^2)    (5)
@@ -38,8 +39,8 @@
 
 namespace verkv {
 
-// Fewer tokens are more alike, and their centroids take more: 1 / (2 * 64) of a cache whose keys and
-// values have one size.
+// Fewer tokens are more alike, and their centroids take more: 1 / (2 * 64) of a cache whose keys
+// and values have one size.
 inline constexpr std::int64_t kClusterTokens = 64;
 
 // Clusters of so many tokens; the last one may not be full.
@@ -70,8 +71,8 @@ VERKV_HD constexpr ClusterShare cluster_share(float weight, float sum, float squ
   return {size / (size + 1) * (weight / sum), weight / (size + 1)};
 }
 
-// By which all that clusters count is multiplied for (4). mass: M. plain: sum y over all of L. slack:
-// bound * D; infinite where there is no bound.
+// By which all that clusters count is multiplied for (4). mass: M. plain: sum y over all of L.
+// slack: bound * D; infinite where there is no bound.
 VERKV_HD inline double cluster_correction(double mass, double plain, double slack) {
   if (!(mass > 0) || !(slack < std::numeric_limits<double>::infinity())) return 1;
   const double least = plain - slack;
@@ -79,8 +80,8 @@ VERKV_HD inline double cluster_correction(double mass, double plain, double slac
   return mass < least ? least / mass : mass > most ? most / mass : 1;
 }
 
-// Values that are alike in a cluster are not independent: on recordings of a model the error was this
-// much larger (docs/math/clusters.md).
+// Values that are alike in a cluster are not independent: on recordings of a model the error was
+// this much larger (docs/math/clusters.md).
 inline constexpr double kErrorScale = 1.25;
 
 // The largest spread and distance of weights whose squares (5) sums: no square overflows, and so no

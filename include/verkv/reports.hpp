@@ -23,9 +23,9 @@ inline constexpr SequenceId kNoSequence{};
 // What a step did for one query head.
 struct QueryHeadReport {
   // The bound of Eq. 7 on |D_hat - D| / D of the plain estimate over what was not fetched, from
-  // sketched weights, enlarged where the sketch was measured to be far off (sketch_error.hpp). By
-  // Estimator::clusters D is within twice of it. 0 where the answer is exact, infinite where the bound
-  // cannot be computed (a NaN logit) or the sketch not be measured.
+  // sketched weights, enlarged where the sketch was measured to be far off (sketch_error.hpp). D of
+  // Estimator::clusters is within twice of it, as often. 0 where the answer is exact, infinite
+  // where the bound cannot be computed (a NaN logit) or the sketch not be measured.
   double epsilon = 0;
   // epsilon is finite and not above FetchConfig::epsilon (any finite one where that rule is off). A
   // value, not an error: a fetch limit may prevent it. true where the sequence has no token in the
@@ -74,8 +74,8 @@ struct MemoryReport {
   std::int64_t sketch_bytes = 0;
   std::int64_t metadata_bytes = 0;  // odds, places, scores of the local window
   std::int64_t host_bytes = 0;      // keys and values on the host tier
-  // Main memory, for tokens to come, for redraws and to find moved tokens: a calibrated sketch's basis,
-  // the order of compressed tokens.
+  // Main memory, for tokens to come, for redraws and to find moved tokens: a calibrated sketch's
+  // basis, the order of compressed tokens.
   std::int64_t basis_bytes = 0;
   std::int64_t workspace_bytes = 0;  // buffers of a step; shared by all sequences
   std::int64_t reserved_bytes = 0;   // allocated beyond all of the above, for growth

@@ -43,9 +43,9 @@ enum class Selection : std::uint8_t {
 
 // How a step estimates what it has not fetched.
 enum class Estimator : std::uint8_t {
-  plain,  // the paper's: drawn tokens with the coefficients of Definition 2
-  clusters  // drawn tokens and centroids of clusters of similar tokens, for 1/128 of the cache's bytes
-            // (docs/math/clusters.md)
+  plain,    // the paper's: drawn tokens with the coefficients of Definition 2
+  clusters  // drawn tokens and centroids of clusters of similar tokens, for 1/128 of the cache's
+            // bytes (docs/math/clusters.md)
 };
 
 // How the tokens to fetch are ordered.
@@ -85,8 +85,8 @@ struct FetchConfig {
   // Risk rule: fetch every token with fetch_worth(w, rho, beta) / D^2 above this price, > 0.
   std::optional<double> risk = 1e-4;
   // Certificate rule: fetch until |D_hat - D| / D of the plain estimate is certified not to exceed
-  // epsilon, in (0, 1), with probability at least 1 - delta. D of Estimator::clusters is then within
-  // twice of it (docs/math/clusters.md).
+  // epsilon, in (0, 1), with probability at least 1 - delta. D of Estimator::clusters is then
+  // within twice of it (docs/math/clusters.md).
   std::optional<double> epsilon = 0.3;
   // In (0, 1).
   double delta = 0.1;
@@ -153,10 +153,10 @@ VERKV_API std::vector<std::string> unsupported_reasons(const CacheConfig& config
 
 // ---- For studies --------------------------------------------------------------------------------
 
-// The `keep` at which residents, sketch (with an estimator's centroids) and metadata of `layer` together
-// take `fast_share` of the bytes of its full keys and values. A calibrated sketch's basis belongs to a sequence, not to a
-// token, and is not counted. Throws InvalidArgument on a setting out of its range and, with the
-// least possible share, where the sketch alone takes more.
+// The `keep` at which residents, sketch (with an estimator's centroids) and metadata of `layer`
+// together take `fast_share` of the bytes of its full keys and values. A calibrated sketch's basis
+// belongs to a sequence, not to a token, and is not counted. Throws InvalidArgument on a setting
+// out of its range and, with the least possible share, where the sketch alone takes more.
 VERKV_API double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType storage,
                                      const SketchConfig& sketch,
                                      Estimator estimator = StudyConfig{}.estimator);

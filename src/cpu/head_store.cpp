@@ -214,8 +214,8 @@ void HeadStore::copy_row(const LayerShape& shape, std::uint32_t position, std::b
   std::memcpy(value, row + key_bytes, value_bytes);
 }
 
-// The window's rows follow the drawn ones. Its first (end - compressed_) leave; the rest moves up to
-// make place for those that are drawn of them, which come back by place.
+// The window's rows follow the drawn ones. Its first (end - compressed_) leave; the rest moves up
+// to make place for those that are drawn of them, which come back by place.
 void HeadStore::keep_drawn(const LayerShape& shape, std::span<const std::uint32_t> drawn,
                            std::int64_t end) noexcept {
   const std::size_t key_bytes = bytes(shape.config.key_dim) * size_bytes(shape.storage);

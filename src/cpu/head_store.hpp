@@ -57,9 +57,9 @@ struct LayerShape {
   }
 };
 
-// Positions [0, compressed) have sketch and odds, which lie in the order of HeadOrder, by *place*; of
-// them only the drawn ones are resident. Positions [compressed, tokens) are the local window: all
-// resident, and their places are their positions.
+// Positions [0, compressed) have sketch and odds, which lie in the order of HeadOrder, by *place*;
+// of them only the drawn ones are resident. Positions [compressed, tokens) are the local window:
+// all resident, and their places are their positions.
 class HeadStore {
  public:
   std::int64_t tokens() const { return tokens_; }
@@ -108,9 +108,9 @@ class HeadStore {
   // Room to compress up to position `end` with codes of this form; afterwards compress of them
   // cannot fail.
   void reserve_compress(const LayerShape& shape, const SketchShape& codes, std::int64_t end);
-  // Compresses positions [compressed, compressed + odds.size()) with these odds, by place; the places
-  // in `drawn`, ascending, stay resident. After take of their order, the
-  // first time also of a basis. scratch: twice key_dim rounded up to 16, in floats.
+  // Compresses positions [compressed, compressed + odds.size()) with these odds, by place; the
+  // places in `drawn`, ascending, stay resident. After take of their order, the first time also of
+  // a basis. scratch: twice key_dim rounded up to 16, in floats.
   void compress(const LayerShape& shape, const Kernels& kernels, std::span<const Positive16> odds,
                 std::span<const std::uint32_t> drawn, const Clusters& clusters,
                 std::span<float> scratch) noexcept;

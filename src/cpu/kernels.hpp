@@ -80,19 +80,19 @@ struct Kernels {
   void (*weights)(float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
                   int heads, const float* shift, double* out_sum);
 
-  // For each cluster of kClusterTokens tokens of one head: out_sum of w, out_square of w^2, as fold16 of
-  // lanes.
+  // For each cluster of kClusterTokens tokens of one head: out_sum of w, out_square of w^2, as
+  // fold16 of lanes.
   void (*cluster_sums)(const float* w, std::int64_t count, float* out_sum, float* out_square);
 
-  // x and y of clusters.hpp (1) for resident slots of one head. sketched: weights, negative where the
-  // slot counts exactly, and then x and y are 0. exact: weights. out_plain: lane sum of y.
+  // x and y of clusters.hpp (1) for resident slots of one head. sketched: weights, negative where
+  // the slot counts exactly, and then x and y are 0. exact: weights. out_plain: lane sum of y.
   void (*cluster_terms)(const float* sketched, const float* exact, const float* odds,
                         std::int64_t count, float beta, float cap, float* out_x, float* out_y,
                         double& out_plain);
 
   // What the slots that do not count exactly count by clusters.hpp (3), in place of their sketched
-  // weights: share[cluster] * y. out_mass: lane sum of it. out_error: lane sum of its square distance
-  // from the exact weight, times spread_square[cluster]. out_top: the largest, 0 or more.
+  // weights: share[cluster] * y. out_mass: lane sum of it. out_error: lane sum of its square
+  // distance from the exact weight, times spread_square[cluster]. out_top: the largest, 0 or more.
   void (*cluster_counts)(const float* y, const float* exact, const std::uint32_t* cluster,
                          const float* share, const float* spread_square, std::int64_t count,
                          float* sketched, double& out_mass, double& out_error, float& out_top);

@@ -62,8 +62,8 @@ struct Workspace {
   // Exact.
   AlignedVector<float> resident_logit;
   AlignedVector<float> resident_weight;
-  // Sketched weights of drawn slots, -1 where the slot counts exactly; then what slots count in their
-  // clusters, if there are any.
+  // Sketched weights of drawn slots, -1 where the slot counts exactly; then what slots count in
+  // their clusters, if there are any.
   AlignedVector<float> resident_sketched;
   // Of clusters: their sketched weights, then what the centroids count.
   AlignedVector<float> cluster_weight;

@@ -260,8 +260,8 @@ inline Vector sketched_keys(const HeadCase& head) {
   return result;
 }
 
-// Logits of the compressed tokens as the sketch sees them: its keys multiplied with the decoded 8-bit
-// query.
+// Logits of the compressed tokens as the sketch sees them: its keys multiplied with the decoded
+// 8-bit query.
 inline Vector sketched_logits(const HeadCase& head, const Vector& keys,
                               const std::vector<float>& query) {
   const std::size_t n = head.odds.size();
@@ -333,8 +333,8 @@ inline double log_sum_exp(const Vector& log_term) {
   return top + std::log(total);
 }
 
-// How far off the sketch is on drawn tokens, of 512 at most: their errors weighed by sqrt(weight) / r,
-// as in sketch_error.hpp. sketched: weights by place, relative to shift.
+// How far off the sketch is on drawn tokens, of 512 at most: their errors weighed by sqrt(weight) /
+// r, as in sketch_error.hpp. sketched: weights by place, relative to shift.
 inline double sketch_error(const HeadCase& head, const Vector& exact_logit, const Vector& sketched,
                            double shift) {
   Indices slots;
@@ -387,28 +387,24 @@ inline std::vector<Cluster> clusters(const HeadCase& head) {
   std::vector<Cluster> result((head.odds.size() + 63) / 64);
   const std::size_t dim = static_cast<std::size_t>(head.layer.value_dim);
   for (std::size_t c = 0; c < result.size(); ++c) {
-    double total = 0;
-    bool any = false;
-    for (std::size_t i = 64 * c; i < std::min(head.odds.size(), 64 * c + 64); ++i)
-      any = any || (head.odds[i] > 0 && head.odds[i] < kInfinite);
     Vector& centroid = result[c].centroid;
     centroid.assign(dim, 0.0);
-    for (std::size_t i = 64 * c; i < std::min(head.odds.size(), 64 * c + 64); ++i) {
+    double total = 0;
+    const std::size_t end = std::min(head.odds.size(), 64 * c + 64);
+    for (std::size_t i = 64 * c; i < end; ++i) {
       if (head.odds[i] == kInfinite) continue;
-      const double r = any ? head.odds[i] / (1 + head.odds[i]) : 1.0;
-      total += r;
-      for (std::size_t j = 0; j < dim; ++j)
-        centroid[j] += r * static_cast<double>(head.value[i][j]);
+      total += 1;
+      for (std::size_t j = 0; j < dim; ++j) centroid[j] += static_cast<double>(head.value[i][j]);
     }
-    total = std::max(total, 1e-300);
-    for (double& x : centroid)
-      x = static_cast<double>(as_stored(static_cast<float>(x / total), head.storage));
-    for (std::size_t i = 64 * c; i < std::min(head.odds.size(), 64 * c + 64); ++i) {
+    for (double& x : centroid) {
+      x = static_cast<double>(
+          as_stored(static_cast<float>(x / std::max(total, 1.0)), head.storage));
+    }
+    for (std::size_t i = 64 * c; i < end; ++i) {
       if (head.odds[i] == kInfinite) continue;
-      const double r = any ? head.odds[i] / (1 + head.odds[i]) : 1.0;
       for (std::size_t j = 0; j < dim; ++j) {
         const double off = static_cast<double>(head.value[i][j]) - centroid[j];
-        result[c].spread_square += r * off * off / total;
+        result[c].spread_square += off * off / total;
       }
     }
   }
