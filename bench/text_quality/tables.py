@@ -123,6 +123,16 @@ def equal_bytes():
     return markdown(["model", "cache", "fast tier, %", *TEXTS], 2, body)
 
 
+def lengths():
+    rows = report.results(*(f"gemma-long-{tokens}.json" for tokens in (4000, 8000, 16000, 32000)))
+    body = [[f"{row['context_tokens']:,}", report.rate(row), report.method(row), report.short(row["moved_tokens"]),
+             report.short(100 * row["moved_fraction"]), report.short(100 * row["fast_bytes"] / row["cache_bytes"]),
+             report.short(row["kl_mean"]), report.short(row["kl_worst"])]
+            for row in sorted(rows, key=lambda row: (-row["keep"], row["context_tokens"]))]
+    heads = ["tokens", "rate", "rule", "moved, tokens", "moved, %", "fast tier, %", "mean KL", "worst step"]
+    return markdown(heads, 3, body)
+
+
 # ---- The tables of lab.md ----
 
 
@@ -211,6 +221,7 @@ TABLES = {
     "clusters-smollm2": clusters_smollm2,
     "clusters-32x": clusters_32x,
     "equal-bytes": equal_bytes,
+    "lengths": lengths,
     "gemma": gemma,
     "smollm2": smollm2,
     "16x": all_methods,
