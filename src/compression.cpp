@@ -356,17 +356,22 @@ std::vector<std::uint32_t> draw_places(const DrawId& id, Selection select,
   std::vector<double> r;
   for (const Positive16 x : odds) r.push_back(inclusion_of(x));
   std::vector<std::uint8_t> kept(odds.size());
-  if (select == Selection::spread) {
-    std::size_t first = 0;
-    for (const std::uint32_t end : order.walk_end) {
-      const std::size_t count = end - first;
-      pivotal_draw(id, position.subspan(first, count),
-                   std::span<const double>(r).subspan(first, count),
-                   std::span(kept).subspan(first, count));
-      first = end;
+  switch (select) {
+    case Selection::spread: {
+      std::size_t first = 0;
+      for (const std::uint32_t end : order.walk_end) {
+        const std::size_t count = end - first;
+        pivotal_draw(id, position.subspan(first, count),
+                     std::span<const double>(r).subspan(first, count),
+                     std::span(kept).subspan(first, count));
+        first = end;
+      }
+      break;
     }
-  } else {
-    for (std::size_t i = 0; i < kept.size(); ++i) kept[i] = drawn(id, position[i], r[i]);
+    case Selection::poisson:
+    case Selection::topk:  // r is 0 or 1
+      for (std::size_t i = 0; i < kept.size(); ++i) kept[i] = drawn(id, position[i], r[i]);
+      break;
   }
   std::vector<std::uint32_t> result;
   for (std::size_t i = 0; i < kept.size(); ++i) {

@@ -48,9 +48,12 @@ VERKV_HD constexpr std::int64_t clusters_of(std::int64_t tokens) {
   return (tokens + kClusterTokens - 1) / kClusterTokens;
 }
 
-// y_i as it is counted: at most 1e30, so that no sum overflows. Without a cap on exact weights
+// y_i as it is counted: at most this, so that no sum overflows. Without a cap on exact weights
 // (shrinkage.hpp) a token whose sketch was wildly wrong gets there.
-VERKV_HD constexpr float cluster_term(float y) { return y > 1e30f ? 1e30f : y; }
+inline constexpr float kMostClusterTerm = 1e30f;
+VERKV_HD constexpr float cluster_term(float y) {
+  return y > kMostClusterTerm ? kMostClusterTerm : y;
+}
 
 // What (3) makes of a cluster.
 struct ClusterShare {

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <span>
 
-#include <verkv/shrinkage.hpp>
 #include <verkv/sketch_error.hpp>
 
 namespace verkv::cpu {

@@ -322,10 +322,10 @@ class Step {
 
   // Multiplies the residents' weights with their coefficients. Centroids count nothing.
   void apply_coefficients(int h) {
+    HeadState& s = state(h);
     std::fill_n(group_.cluster_weight(h), group_.clusters, 0.0f);
     // Of what is left, nothing is known where anything weighs.
-    state(h).output_error = state(h).bound == 0 ? 0 : kInfinity;
-    HeadState& s = state(h);
+    s.output_error = s.bound == 0 ? 0 : kInfinity;
     float* w = group_.resident_weight(h);
     const float* sketched = group_.resident_sketched(h);
     // To the plan's units, in which beta and the sketched weights are; clamped, since 0 * infinity

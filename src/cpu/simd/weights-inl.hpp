@@ -117,7 +117,7 @@ HWY_INLINE VF drawn_coefficient(VF lambda, VF exact, VF rho, VF bound) {
 
 void cluster_terms(const float* sketched, const float* exact, const float* odds, std::int64_t count,
                    float beta, float cap, float* out_x, float* out_y, double& out_plain) {
-  const VF most = hn::Set(df, 1e30f);
+  const VF most = hn::Set(df, kMostClusterTerm);
   double total[1] = {};
   for (std::int64_t begin = 0; begin < count; begin += kBlockTokens) {
     VF lane[1][kParts];
@@ -173,8 +173,8 @@ void cluster_counts(const float* y, const float* exact, const std::uint32_t* clu
                 const VF square = distance_square(counts, lanes.load(exact + i));
                 const VF spread = hn::GatherIndex(df, spread_square, at);
                 lane[0][part] = hn::Add(lane[0][part], hn::IfThenElseZero(low, counts));
-                lane[1][part] = hn::Add(
-                    lane[1][part], hn::IfThenElseZero(low, hn::Mul(spread, square)));
+                lane[1][part] =
+                    hn::Add(lane[1][part], hn::IfThenElseZero(low, hn::Mul(spread, square)));
                 raise(top[part], counts, low);
                 lanes.store(hn::IfThenElse(low, counts, w), sketched + i);
               });
