@@ -182,6 +182,16 @@ TEST_CASE("edges: L empty, weightless, never drawn, H") {
              Catch::WithinRel(std::log(20.0), verkv::tolerance::kClosedForm));
 }
 
+TEST_CASE("only what was promised is certified") {
+  CHECK(verkv::is_certified(0, 0.3));
+  CHECK(verkv::is_certified(0.3, 0.3));
+  CHECK_FALSE(verkv::is_certified(0.31, 0.3));
+  CHECK_FALSE(verkv::is_certified(kInfinity, 0.3));
+  CHECK_FALSE(verkv::is_certified(kNaN, 0.3));
+  CHECK_FALSE(verkv::is_certified(0, kInfinity));
+  CHECK_FALSE(verkv::is_certified(kInfinity, kInfinity));
+}
+
 TEST_CASE("what cannot be computed is never certified") {
   const double l = verkv::log_two_over(0.1);
   CHECK(verkv::certificate({kNaN, 1, 1}, 1, l) == kInfinity);

@@ -121,9 +121,9 @@ VERKV_HD constexpr double bound_without_estimate(bool computable, bool any_token
   return computable || !any_token ? 0 : std::numeric_limits<double>::infinity();
 }
 
-// Whether a step reports a bound as certified. epsilon = infinity asks for a finite bound.
+// Whether a step reports a bound as certified. epsilon = infinity: nothing was promised.
 VERKV_HD constexpr bool is_certified(double bound, double epsilon) {
-  return bound < std::numeric_limits<double>::infinity() && bound <= epsilon;
+  return epsilon < std::numeric_limits<double>::infinity() && bound <= epsilon;
 }
 
 // Certificates of a step are enlarged by this factor, so that the rounding of the sums in them (W

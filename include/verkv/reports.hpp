@@ -27,9 +27,9 @@ struct QueryHeadReport {
   // Estimator::clusters is within twice of it, as often. 0 where the answer is exact, infinite
   // where the bound cannot be computed (a NaN logit) or the sketch not be measured.
   double epsilon = 0;
-  // epsilon is finite and not above FetchConfig::epsilon (any finite one where that rule is off). A
-  // value, not an error: a fetch limit may prevent it. true where the sequence has no token in the
-  // layer: nothing is missing from an answer of 0.
+  // epsilon is not above FetchConfig::epsilon; false where that rule is off, since nothing was
+  // promised. A value, not an error: a fetch limit may prevent it. With the rule on, true where the
+  // sequence has no token in the layer: nothing is missing from an answer of 0.
   bool certified = false;
   // Tokens that this head alone asked for, residents included.
   std::int64_t planned_tokens = 0;
@@ -90,7 +90,8 @@ struct MemoryReport {
 struct LayerStatistics {
   std::int64_t steps = 0;  // rows that attended
   std::int64_t decisions = 0;
-  std::int64_t certified = 0;       // decisions certified at the end
+  // Decisions certified at the end; 0 where FetchConfig::epsilon is off.
+  std::int64_t certified = 0;
   std::int64_t enlarged = 0;        // decisions with a sketch error above 1 or unknown
   std::int64_t fetching = 0;        // decisions that asked for at least one token
   std::int64_t planned_tokens = 0;  // over all decisions

@@ -67,8 +67,7 @@ void compare(const CacheConfig& config, std::int64_t layer, const Result& result
         text << "epsilon " << epsilon << ", expected " << query.epsilon;
         tally.fail(text.str());
       }
-      const bool certified =
-          epsilon < kInfinite && epsilon <= config.fetch.epsilon.value_or(kInfinite);
+      const bool certified = config.fetch.epsilon.has_value() && epsilon <= *config.fetch.epsilon;
       if (result.query[at].certified != certified) {
         tally.fail(text.str() + "certified at " + std::to_string(epsilon));
       }
