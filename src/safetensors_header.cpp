@@ -15,6 +15,7 @@ using Json = nlohmann::json;
 // Tensors are two levels deep; more is not a safetensors header, and a parser may be asked for much
 // more.
 constexpr std::size_t kDepthLimit = 8;
+
 std::optional<std::uint64_t> element_bytes(std::string_view type) {
   static constexpr std::array<std::pair<std::string_view, std::uint64_t>, 15> known{{{"BOOL", 1},
                                                                                      {"U8", 1},
@@ -49,6 +50,17 @@ std::uint64_t count_of(const Complaints& complaints, const Json& value, std::str
     complaints.fail("tensor {}: {} has the element {}, above {}", in_quotes(tensor), what, number,
                     limit);
   return number;
+}
+
+// What a parser forgives and the format does not: a zero byte, which ends the text for it, and a byte
+// order mark.
+void refuse_frame(const Complaints& complaints, const std::string& text) {
+  if (const std::size_t zero = text.find('\0'); zero != std::string::npos) {
+    complaints.fail("the header is not JSON: byte {} of {} is zero", zero + 1, text.size());
+  }
+  if (text.substr(0, 3) == "\xef\xbb\xbf") {
+    complaints.fail("the header begins with a byte order mark, it must begin with {{");
+  }
 }
 
 }  // namespace
@@ -92,9 +104,12 @@ Json parse_header(const Complaints& complaints, const std::string& text) {
     }
     return true;
   };
+  refuse_frame(complaints, text);
   try {
     Json header = Json::parse(text, watch);
     if (!header.is_object()) complaints.fail("the header is not a JSON object");
+    if (text.front() != '{')
+      complaints.fail("the header begins with white space, it must begin with {{");
     return header;
   } catch (const Json::parse_error& error) {
     complaints.fail("the header is not JSON: error at byte {} of {}", error.byte, text.size());

@@ -444,6 +444,32 @@ TEST_CASE("a bad header is refused", "[recorded_cache]") {
   CHECK(contains(with_header(header + "x"), "JSON"));
   CHECK(contains(with_header(std::string(100000, '[')), "nests"));
 
+  // What parsers of JSON forgive: a zero byte as the end of the text, and what stands in front.
+  const std::string zero(1, '\0');
+  for (const std::string& rest : {zero, zero + header, zero + "x", "  " + zero, zero + "\xff"}) {
+    CHECK(contains(with_header(header + rest), "is zero"));
+    CHECK(contains(with_header(header + rest),
+                   "byte " + std::to_string(header.size() + rest.find('\0') + 1)));
+  }
+  CHECK(contains(with_header(zero), "is zero"));
+  CHECK(contains(with_header(zero + header), "is zero"));
+  CHECK(contains(with_header("{\"a" + zero + "\":" + header.substr(header.find(':') + 1)),
+                 "is zero"));
+  CHECK(contains(with_header("\xef\xbb\xbf" + header), "byte order mark"));
+  CHECK(contains(with_header("\xef\xbb\xbf"), "byte order mark"));
+  for (const char* front : {"\xef\xbb", "\xff\xfe", "\xfe\xff", "//\n", "/**/", ","}) {
+    CHECK(contains(with_header(front + header), "JSON"));
+  }
+  for (const char* front : {" ", "\n", "\t "}) {
+    CHECK(contains(with_header(front + header), "white space"));
+  }
+  for (const char* behind : {",", "{}", "//", "\xef\xbb\xbf", "\f"}) {
+    CHECK(contains(with_header(header + behind), "JSON"));
+  }
+  // Space behind the header is the format's own padding.
+  CHECK(with_header(header + " ").empty());
+  CHECK(with_header(header + std::string(63, ' ')).empty());
+
   // A key twice: a tensor, a member of a tensor, a metadata word.
   const std::string copy = "\"layers.3.key\":" + good.header()["layers.3.key"].dump();
   CHECK(contains(with_header("{" + copy + "," + header.substr(1)), "'layers.3.key' twice"));

@@ -221,8 +221,18 @@ TEST_CASE("a damaged file is refused by name and reason") {
     return R"({"w":{"dtype":")" + type + R"(","shape":)" + shape + R"(,"data_offsets":)" + offsets +
            "}}";
   };
-  CHECK_NOTHROW(read_w(file, file_of(header("F32", "[2]", "[0,8]"), data)));
+  const std::string good = header("F32", "[2]", "[0,8]");
+  const std::string zero(1, '\0');
+  CHECK_NOTHROW(read_w(file, file_of(good + "   ", data)));
   const std::vector<std::pair<std::string, std::string>> damaged = {
+      {good + zero, "zero byte"},
+      {good + zero + "x", "zero byte"},
+      {good + zero + good, "zero byte"},
+      {zero + good, "zero byte"},
+      {"\xef\xbb\xbf" + good, "byte order mark"},
+      {"\xff\xfe" + good, "not JSON"},
+      {" " + good, "white space"},
+      {good + "x", "not JSON"},
       {"[]", "not a JSON object"},
       {"{", "not JSON"},
       {R"({"__metadata__":{"a":1}})", "'a'"},

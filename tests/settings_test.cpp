@@ -1,6 +1,8 @@
 // Settings that no build of the library would make, and what the umbrella header brings.
 #include <verkv/verkv.hpp>
 
+#include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -25,28 +27,58 @@ CacheConfig small_config() {
   return config;
 }
 
-TEST_CASE("A setting outside its enumeration is refused") {
-  struct Case {
-    std::string names;
-    std::function<void(CacheConfig&)> change;
-  };
-  const std::vector<Case> cases{
-      {"storage type 3", [](CacheConfig& c) { c.storage = DType{3}; }},
-      {"fetch mode 3", [](CacheConfig& c) { c.fetch.mode = verkv::FetchMode{3}; }},
-      {"pool 3", [](CacheConfig& c) { c.pool = verkv::Pool{3}; }},
-      {"sketch kind 2", [](CacheConfig& c) { c.sketch.kind = verkv::SketchKind{2}; }},
-      {"selection 3", [](CacheConfig& c) { c.study.select = verkv::Selection{3}; }},
-      {"estimator 2", [](CacheConfig& c) { c.study.estimator = verkv::Estimator{2}; }},
-      {"fetch order 255", [](CacheConfig& c) { c.study.order = verkv::FetchOrder{255}; }}};
+// One field of the settings: what its sentence calls it, how many values it has, how it is set.
+struct EnumField {
+  std::string name;
+  int values;
+  std::function<void(CacheConfig&, std::uint8_t)> set;
+};
+
+const std::vector<EnumField>& enum_fields() {
+  using verkv::Estimator, verkv::FetchMode, verkv::FetchOrder;
+  using verkv::Pool, verkv::Selection, verkv::SketchKind;
+  static const std::vector<EnumField> fields{
+      {"storage type", 3, [](CacheConfig& c, std::uint8_t v) { c.storage = DType{v}; }},
+      {"fetch mode", 3, [](CacheConfig& c, std::uint8_t v) { c.fetch.mode = FetchMode{v}; }},
+      {"pool", 3, [](CacheConfig& c, std::uint8_t v) { c.pool = Pool{v}; }},
+      {"sketch kind", 2, [](CacheConfig& c, std::uint8_t v) { c.sketch.kind = SketchKind{v}; }},
+      {"selection", 3, [](CacheConfig& c, std::uint8_t v) { c.study.select = Selection{v}; }},
+      {"estimator", 2, [](CacheConfig& c, std::uint8_t v) { c.study.estimator = Estimator{v}; }},
+      {"fetch order", 2, [](CacheConfig& c, std::uint8_t v) { c.study.order = FetchOrder{v}; }}};
+  return fields;
+}
+
+TEST_CASE("A setting outside its enumeration is refused by name and number") {
   CHECK(verkv::unsupported_reasons(small_config()).empty());
-  for (const Case& c : cases) {
-    CacheConfig config = small_config();
-    c.change(config);
-    const std::vector<std::string> reasons = verkv::unsupported_reasons(config);
-    INFO(c.names);
-    REQUIRE(reasons.size() == 1);
-    CHECK(reasons[0].find(c.names) == 0);
-    CHECK_THROWS_AS(verkv::make_cpu_cache(config), InvalidArgument);
+  for (const EnumField& field : enum_fields()) {
+    for (int value = 0; value < 256; ++value) {
+      CacheConfig config = small_config();
+      field.set(config, static_cast<std::uint8_t>(value));
+      const std::vector<std::string> reasons = verkv::unsupported_reasons(config);
+      const std::string names = field.name + " " + std::to_string(value) + ";";
+      INFO(names);
+      if (value < field.values) {
+        CHECK(reasons.empty());
+        CHECK(verkv::make_cpu_cache(config) != nullptr);
+        continue;
+      }
+      REQUIRE(reasons.size() == 1);
+      CHECK(reasons[0].find(names) == 0);
+      CHECK_THROWS_AS(verkv::make_cpu_cache(config), InvalidArgument);
+    }
+  }
+}
+
+TEST_CASE("All settings outside their enumerations are named at once") {
+  CacheConfig config = small_config();
+  for (const EnumField& field : enum_fields()) field.set(config, 9);
+  const std::vector<std::string> reasons = verkv::unsupported_reasons(config);
+  CHECK(reasons.size() == enum_fields().size());
+  for (const EnumField& field : enum_fields()) {
+    INFO(field.name);
+    CHECK(std::count_if(reasons.begin(), reasons.end(), [&](const std::string& reason) {
+            return reason.find(field.name + " 9;") == 0;
+          }) == 1);
   }
 }
 
@@ -57,16 +89,18 @@ TEST_CASE("A view whose type is none is refused wherever it enters, and changes 
   const auto view = [&](DType type, std::int64_t tokens) {
     return verkv::token_major(numbers.data(), type, tokens, 1, kDim);
   };
+  const std::uint8_t none = GENERATE(3, 9, 255);
   const TensorView good = view(DType::f32, kTokens);
-  const TensorView bad = view(DType{3}, kTokens);
+  const TensorView bad = view(DType{none}, kTokens);
   const std::vector<float> scores(kTokens, 1.0f);
   const verkv::ImportanceView importance{scores.data(), 1, kTokens, kTokens};
   std::vector<float> output(kDim, 7.0f);
-  const auto refused = [](auto&& call) {
+  const auto refused = [none](auto&& call) {
     try {
       call();
     } catch (const InvalidArgument& error) {
-      return std::string(error.what()).find("type 3") != std::string::npos;
+      return std::string(error.what()).find("type " + std::to_string(none) + ";") !=
+             std::string::npos;
     }
     return false;
   };
@@ -79,7 +113,7 @@ TEST_CASE("A view whose type is none is refused wherever it enters, and changes 
   CHECK(cache->compressed_tokens(id, 0) == 0);
   verkv::AttendBatch batch;
   batch.sequences = {&id, 1};
-  batch.queries = view(DType{3}, 1);
+  batch.queries = view(DType{none}, 1);
   batch.output = output;
   CHECK(refused([&] { cache->attend(0, batch); }));
   CHECK(output == std::vector<float>(kDim, 7.0f));

@@ -99,6 +99,9 @@ Json parse_header(const std::string& path, std::string_view text) {
     }
     return true;
   };
+  // A parser takes a zero byte for the end of the text, and forgives what stands before a brace.
+  if (text.find('\0') != std::string_view::npos) fail(path, "the header has a zero byte");
+  if (text.substr(0, 3) == "\xef\xbb\xbf") fail(path, "the header begins with a byte order mark");
   Json header;
   try {
     header = Json::parse(text, watch);
@@ -106,6 +109,7 @@ Json parse_header(const std::string& path, std::string_view text) {
     fail(path, "the header is not JSON");
   }
   if (!header.is_object()) fail(path, "the header is not a JSON object");
+  if (text.front() != '{') fail(path, "the header begins with white space, it must begin with {{");
   return header;
 }
 
