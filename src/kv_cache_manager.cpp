@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "call_mutex.hpp"
 #include "invalid.hpp"
 #include "manager_access.hpp"
 #include "settings.hpp"
@@ -128,7 +129,7 @@ void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign = 1) {
 
 struct KvCacheManager::Impl {
   // Calls share the backend's threads and workspaces, so they take turns.
-  std::mutex mutex;
+  CallMutex mutex;
   struct Sequence {
     std::uint64_t last_batch = 0;  // finds a sequence that appears twice in one batch
   };
@@ -235,7 +236,10 @@ std::uint64_t ManagerAccess::ask(const KvCacheManager& manager,
 
 KvCacheManager::KvCacheManager(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-KvCacheManager::~KvCacheManager() = default;
+KvCacheManager::~KvCacheManager() {
+  // In a child process the threads to be joined are missing: its copy is left to the system.
+  if (impl_->mutex.in_another_process()) static_cast<void>(impl_.release());
+}
 
 const CacheConfig& KvCacheManager::config() const { return impl_->config; }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <new>
 #include <system_error>
 
 #include <verkv/error.hpp>
@@ -12,16 +13,21 @@ namespace verkv {
 ThreadPool::ThreadPool(int threads, const StartThread& start_thread) {
   const int wanted =
       threads > 0 ? threads : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  threads_.reserve(static_cast<std::size_t>(wanted - 1));
+  const auto refuse = [&](const char* reason) {
+    const int running = size();
+    stop();
+    throw CapacityError(fmt::format("{} threads are wanted; the system gives no more than {}: {}",
+                                    wanted, running, reason));
+  };
   try {
+    threads_.reserve(static_cast<std::size_t>(wanted - 1));
     for (int worker = 1; worker < wanted; ++worker) {
       threads_.push_back(start_thread([this, worker] { loop(worker); }));
     }
   } catch (const std::system_error& error) {
-    const int running = size();
-    stop();
-    throw CapacityError(fmt::format("{} threads are wanted; the system gives no more than {}: {}",
-                                    wanted, running, error.what()));
+    refuse(error.what());
+  } catch (const std::bad_alloc&) {
+    refuse("out of memory");
   } catch (...) {
     stop();
     throw;

@@ -14,7 +14,7 @@ namespace verkv {
 
 class ThreadPool {
  public:
-  // Starts a thread; throws std::system_error where the system refuses.
+  // Starts a thread; throws std::system_error or std::bad_alloc where the system refuses.
   using StartThread = std::function<std::thread(std::function<void()>)>;
 
   // threads <= 0: one per hardware thread. The calling thread is one of them. Throws CapacityError,

@@ -1,6 +1,7 @@
 // The replay program: its command line, its measurements on a small synthetic recording, and what
 // it writes.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -13,6 +14,8 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #if defined(__unix__)
@@ -22,19 +25,25 @@
 #include "../examples/replay/json_report.hpp"
 #include "../examples/replay/measure.hpp"
 #include "../examples/replay/options.hpp"
+#include "../examples/replay/parallel.hpp"
 #include "../examples/replay/promise.hpp"
 #include "../examples/replay/statistics.hpp"
 #include "../examples/replay/table.hpp"
 #include "catch.hpp"
+#include "support/child.hpp"
 #include "support/safetensors_writer.hpp"
 #include "tolerance.hpp"
 
 namespace {
 
 using namespace verkv::replay;
+using verkv::CapacityError;
 using verkv::DType;
 using verkv::RecordedCache;
+using verkv::test::Child;
+using verkv::test::limit_address_space;
 using verkv::test::make_tensor;
+using verkv::test::run_child;
 using verkv::test::SafeTensorsFile;
 using verkv::test::TemporaryFile;
 using Json = nlohmann::json;
@@ -749,6 +758,35 @@ TEST_CASE("statistics", "[replay]") {
   CHECK(price_label(3.5e-5) == "3.5e-5");
 }
 
+TEST_CASE("where the system refuses a thread, none is left and the text says how many came",
+          "[replay]") {
+  std::atomic<int> running{0};
+  int given = 0;
+  for (int most = 0; most < 3; ++most) {
+    given = 0;
+    const auto start = [&](const auto& work) {
+      if (given == most)
+        throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
+      ++given;
+      return std::thread([&running, &work] {
+        ++running;
+        work();
+        --running;
+      });
+    };
+    try {
+      run_parallel(
+          100, 4, [](std::int64_t) {}, start);
+      FAIL_CHECK("it ran");
+    } catch (const CapacityError& error) {
+      CHECK(contains(error.what(), "4 threads"));
+      CHECK(contains(error.what(), "than " + std::to_string(most + 1)));
+    }
+    CHECK(given == most);
+    CHECK(running == 0);
+  }
+}
+
 #if defined(VERKV_TEST_REPLAY_PROGRAM) && defined(__unix__)
 
 namespace {
@@ -818,5 +856,25 @@ TEST_CASE("the program reports by exit code and one line", "[replay]") {
     CHECK(contains(outcome.errors, "verkv_replay: "));
   }
 }
+
+#if VERKV_TEST_CAN_LIMIT_MEMORY
+
+TEST_CASE("the program ends with one line where the address space ends", "[replay]") {
+  const TemporaryFile recording("verkv-replay", synthetic_recording());
+  for (int repetition = 0; repetition < 5; ++repetition) {
+    const Child child = run_child([&] {
+      if (!limit_address_space(std::size_t{1} << 28)) return std::string("no limit");
+      const Outcome outcome = run_program(
+          "'" + recording.path() + "' --compare --seeds 20 --steps 1 --redraws 1 --threads 256");
+      return std::to_string(outcome.exit_code) + " " + outcome.errors;
+    });
+    INFO(child.said);
+    CHECK(child.ended_well);
+    CHECK(child.said.find("1 verkv_replay: 256 threads are wanted") == 0);
+    CHECK(lines(child.said) == 1);
+  }
+}
+
+#endif
 
 #endif

@@ -11,9 +11,13 @@
 #include <vector>
 
 #include <verkv/error.hpp>
+#include <verkv/kv_cache_manager.hpp>
 
 #include "catch.hpp"
+#include "support/child.hpp"
 #include "thread_pool.hpp"
+
+using namespace verkv::test;
 
 TEST_CASE("Every index runs exactly once, with a valid worker") {
   for (const int threads : {1, 2, 3, 4}) {
@@ -78,25 +82,23 @@ TEST_CASE("A pool whose threads do not all start leaves none behind") {
       --running;
     });
   };
-  for (most = 0; most < 3; ++most) {
-    given = 0;
-    try {
-      const verkv::ThreadPool pool(4, start);
-      FAIL_CHECK("a pool of " << pool.size());
-    } catch (const verkv::CapacityError& error) {
-      const std::string text = error.what();
-      INFO(text);
-      CHECK(text.find("4 threads") != std::string::npos);
-      CHECK(text.find("than " + std::to_string(most + 1)) != std::string::npos);
+  for (const bool memory : {false, true}) {
+    out_of_memory = memory;
+    for (most = 0; most < 3; ++most) {
+      given = 0;
+      try {
+        const verkv::ThreadPool pool(4, start);
+        FAIL_CHECK("a pool of " << pool.size());
+      } catch (const verkv::CapacityError& error) {
+        const std::string text = error.what();
+        INFO(text);
+        CHECK(text.find("4 threads") != std::string::npos);
+        CHECK(text.find("than " + std::to_string(most + 1)) != std::string::npos);
+      }
+      CHECK(given == most);
+      CHECK(running == 0);
     }
-    CHECK(given == most);
-    CHECK(running == 0);
   }
-  given = 0;
-  most = 2;
-  out_of_memory = true;
-  CHECK_THROWS_AS(verkv::ThreadPool(4, start), std::bad_alloc);
-  CHECK(running == 0);
   // With all its threads the same pool works.
   given = 0;
   most = 3;
@@ -105,3 +107,38 @@ TEST_CASE("A pool whose threads do not all start leaves none behind") {
   pool.run(10, [&](int, std::int64_t index) { sum += static_cast<int>(index); });
   CHECK(sum == 45);
 }
+
+#if VERKV_TEST_CAN_LIMIT_MEMORY
+
+TEST_CASE("Where the address space ends no thread is left and nobody waits") {
+  constexpr int wanted = 256;
+  for (const std::size_t limit : {std::size_t{1} << 28, std::size_t{1} << 30}) {
+    for (int repetition = 0; repetition < 10; ++repetition) {
+      const Child child = run_child([&] {
+        if (!limit_address_space(limit)) return std::string("no limit");
+        verkv::CacheConfig config;
+        config.layers = {{.kv_heads = 1, .query_heads = 1, .key_dim = 16, .value_dim = 16}};
+        config.threads = wanted;
+        std::string said;
+        // The second time memory of the first lies about.
+        for (int time = 0; time < 2; ++time) {
+          try {
+            verkv::make_cpu_cache(config);
+            return std::string("a cache");
+          } catch (const verkv::CapacityError& error) {
+            said = error.what();
+          }
+          if (threads_of_this_process() != 1) return std::string("threads are left");
+        }
+        config.threads = 2;
+        verkv::make_cpu_cache(config);
+        return said;
+      });
+      INFO(child.said);
+      REQUIRE(child.ended_well);
+      CHECK(child.said.find("256 threads are wanted; the system gives no more than ") == 0);
+    }
+  }
+}
+
+#endif

@@ -16,7 +16,9 @@
 //
 // A call that throws leaves the cache as it was. Keys are given as the model attends to them (after
 // RoPE). Any thread may call; calls to one manager take turns and block until done. With views in a
-// device's memory some calls only enqueue, and find bad numbers later: docs/cuda.md.
+// device's memory some calls only enqueue, and find bad numbers later: docs/cuda.md. In a child
+// process after fork() every call but config() throws InvalidArgument, and the destructor frees
+// nothing; the child may make a manager of its own.
 #ifndef VERKV_KV_CACHE_MANAGER_HPP
 #define VERKV_KV_CACHE_MANAGER_HPP
 
@@ -131,7 +133,7 @@ class VERKV_API KvCacheManager {
 
 // A manager whose two tiers are both in main memory: the specification, and what runs everywhere.
 // Throws InvalidArgument with all of unsupported_reasons(config), if there are any; CapacityError
-// where the system does not give CacheConfig::threads.
+// where the system does not give CacheConfig::threads; it names both numbers and leaves no thread.
 VERKV_API std::unique_ptr<KvCacheManager> make_cpu_cache(CacheConfig config);
 
 }  // namespace verkv

@@ -20,7 +20,7 @@ umbrella  | include/verkv/verkv.hpp                                  | words sta
 front     | src/kv_cache_manager.* src/cpu/cpu_backend.cpp           | words stages settings reports manager src cpu  | fmt
 recording | src/recorded_cache.* src/safetensors_header.*            | words recorded src      | fmt nlohmann
 cpu       | src/cpu/*                                                | words stages settings reports src | fmt hwy
-src       | src/*                                                    | words stages settings reports | fmt Eigen
+src       | src/*                                                    | words stages settings reports | fmt Eigen unistd.h
 kernels   | cuda/*.cu cuda/*.cuh                                     | words stages src host   | cuda cub
 factory   | cuda/cuda_cache.* cuda/cuda_backend.*                    | words stages settings reports manager src kernels host | cuda fmt
 host      | cuda/*                                                   | words stages settings reports src | cuda fmt
