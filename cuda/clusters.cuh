@@ -38,10 +38,9 @@ class ClusterPasses {
         centroid_(arguments.workspace.centroid_logit +
                   query_head * arguments.workspace.cluster_stride) {}
 
-  // The sketched weights of the clusters, where their centroids' logarithms will be. Returns how
-  // many of them this thread knows to be above 0; adds to out_error what all of their tokens add
-  // to (5).
-  VERKV_DEVICE int sum_weights(double& out_error) const {
+  // The sketched weights of the clusters, where their centroids' logarithms will be, and their
+  // squares. Returns how many of them this thread knows to be above 0.
+  VERKV_DEVICE int sum_weights() const {
     const int part = threadIdx.x % kLaneParts;
     const std::int64_t own = threadIdx.x / kLaneParts;
     int count = 0;
@@ -55,73 +54,99 @@ class ClusterPasses {
       const float all = fold_lanes(square);
       if (c >= clusters_ || part != 0) continue;
       centroid_[c] = sum;
-      out_error += static_cast<double>(spread_square(c) * all);
+      factor_[c] = all;
       count += sum > 0;
     }
     return count;
   }
 
-  // Of clusters: the logarithm of what the centroid counts, and what a drawn token counts of its y.
-  // Adds the centroids of this thread to out_mass. After a barrier; another must follow.
-  VERKV_DEVICE void share(float beta, float cap, double& out_mass) const {
+  // Of clusters: what the centroid counts, and what a drawn token counts of its y. Adds the
+  // centroids of this thread to out_mass, and to out_error what tokens that are not drawn add to
+  // (5). After a barrier; another must follow.
+  VERKV_DEVICE void share(float beta, float cap, double& out_mass, double& out_error) const {
 #pragma unroll 1
     for (std::int64_t c = threadIdx.x; c < clusters_; c += kHeadThreads) {
       const std::int64_t end_place = (c + 1) * kClusterTokens;
       float sum = 0;
       float square = 0;
+      float drawn = 0;
+      float drawn_square = 0;
 #pragma unroll 1
       for (std::int64_t slot = first_slot(c * kClusterTokens); slot < drawn_; ++slot) {
         const std::uint32_t place = place_[slot];
         if (place >= end_place) break;
         if (!is_estimated(place)) continue;
         const float w = weight_[place];
-        const float x = w * drawn_coefficient(w, w, to_float(odds_[place]), beta, cap);
+        const float x =
+            beyond_itself(w * drawn_coefficient(w, w, to_float(odds_[place]), beta, cap), w);
         sum += x;
         square += x * x;
+        drawn += w;
+        drawn_square += w * w;
       }
-      const ClusterShare share = cluster_share(centroid_[c], sum, square);
+      const float rest = cluster_rest(centroid_[c], drawn);
+      const ClusterShare share = cluster_share(rest, sum, square);
+      const float rest_square = cluster_rest_square(rest, factor_[c], drawn_square);
       factor_[c] = share.drawn;
-      centroid_[c] = approximate_log(share.centroid);
+      centroid_[c] = share.centroid;
       out_mass += static_cast<double>(share.centroid);
+      out_error += static_cast<double>(spread_square(c) * rest_square);
     }
   }
 
-  // Of drawn slots: logarithms of what they count; of those that count exactly, the logit relative
-  // to the shift. Adds what this thread's slots count, their y, and what they add to (5).
-  VERKV_DEVICE void count_drawn(float shift, float beta, float cap, double& out_mass,
-                                double& out_plain, double& out_error) const {
+  // Adds what this thread's drawn slots predict, their c v and v, and what they add to (5).
+  VERKV_DEVICE void sum_drawn(float shift, float beta, float cap, double& out_mass,
+                              double& out_plain, double& out_known, double& out_error) const {
+#pragma unroll 1
+    for (std::int64_t slot = threadIdx.x; slot < drawn_; slot += kHeadThreads) {
+      const std::uint32_t place = place_[slot];
+      if (!is_estimated(place)) continue;
+      const std::uint32_t c = place / static_cast<std::uint32_t>(kClusterTokens);
+      const Term term = term_of(slot, place, shift, beta, cap);
+      const float predicted = factor_[c] * beyond_itself(term.cv, term.v);
+      out_mass += static_cast<double>(predicted);
+      out_plain += static_cast<double>(term.cv);
+      out_known += static_cast<double>(term.v);
+      out_error += static_cast<double>(spread_square(c) * capped_square(predicted));
+    }
+  }
+
+  // Leaves logarithms of what drawn slots and centroids count, what is predicted multiplied by
+  // `correction`; of slots that count exactly, the logit relative to the shift.
+  VERKV_DEVICE void count(float shift, float beta, float cap, float correction) const {
 #pragma unroll 1
     for (std::int64_t slot = threadIdx.x; slot < drawn_; slot += kHeadThreads) {
       const std::uint32_t place = place_[slot];
       const float logit = logit_[slot] - shift;
-      if (!is_estimated(place)) {
-        logit_[slot] = logit;
-        continue;
+      float counts = logit;
+      if (is_estimated(place)) {
+        const std::uint32_t c = place / static_cast<std::uint32_t>(kClusterTokens);
+        const Term term = term_of(slot, place, shift, beta, cap);
+        const float more = correction * (factor_[c] * beyond_itself(term.cv, term.v));
+        // A weight too small for a number counts as itself where nothing is predicted by it.
+        if (more > 0) counts = fmaxf(logit, approximate_log(term.v + more));
       }
-      const std::uint32_t c = place / static_cast<std::uint32_t>(kClusterTokens);
-      const float rho = to_float(odds_[place]);
-      const float exact = weight_exp(logit);
-      const float y =
-          cluster_term(exact * drawn_coefficient(weight_[place], exact, rho, beta, cap));
-      const float counts = factor_[c] * y;
-      logit_[slot] = approximate_log(counts);
-      out_mass += static_cast<double>(counts);
-      out_plain += static_cast<double>(y);
-      out_error += static_cast<double>(spread_square(c) * distance_square(counts, exact));
-    }
-  }
-
-  // Multiplies all that they count by exp(more).
-  VERKV_DEVICE void correct(float more) const {
-#pragma unroll 1
-    for (std::int64_t slot = threadIdx.x; slot < drawn_; slot += kHeadThreads) {
-      if (is_estimated(place_[slot])) logit_[slot] += more;
+      logit_[slot] = counts;
     }
 #pragma unroll 1
-    for (std::int64_t c = threadIdx.x; c < clusters_; c += kHeadThreads) centroid_[c] += more;
+    for (std::int64_t c = threadIdx.x; c < clusters_; c += kHeadThreads)
+      centroid_[c] = approximate_log(correction * centroid_[c]);
   }
 
  private:
+  // c v and v of a drawn slot (1).
+  struct Term {
+    float cv;
+    float v;
+  };
+  VERKV_DEVICE Term term_of(std::int64_t slot, std::uint32_t place, float shift, float beta,
+                            float cap) const {
+    const float v = weight_exp(logit_[slot] - shift);
+    return {cluster_term(
+                v * drawn_coefficient(weight_[place], v, to_float(odds_[place]), beta, cap)),
+            v};
+  }
+
   // Whether a token is of L and neither fetched nor without a weight that is a number.
   VERKV_DEVICE bool is_estimated(std::uint32_t place) const {
     return is_low(odds_[place]) && weight_[place] >= 0 && !in_mask(fetched_, place);
@@ -226,17 +251,18 @@ VERKV_DEVICE void share_clusters(HeadShared& shared, const StepArguments& argume
   double sum[kClusterSums] = {};
   double& mass = sum[0];
   double& plain = sum[1];
-  double& error = sum[2];
-  const int count = head.sum_weights(error);
+  double& known = sum[2];
+  double& error = sum[3];
+  const int count = head.sum_weights();
   const bool by_clusters = count_in_block(shared, count) > 0 && shared.useful;
   if (threadIdx.x == 0) state.by_clusters = by_clusters;
   if (!by_clusters) return;
-  head.share(state.beta, layer.cap, mass);
+  head.share(state.beta, layer.cap, mass, error);
   __syncthreads();
-  head.count_drawn(state.shift, state.beta, layer.cap, mass, plain, error);
+  head.sum_drawn(state.shift, state.beta, layer.cap, mass, plain, known, error);
   add_over_block(shared, sum);
-  const double all = cluster_correction(mass, plain, shared.slack);
-  if (all != 1) head.correct(static_cast<float>(log(all)));
+  const double correction = cluster_correction(mass, known, plain, shared.slack);
+  head.count(state.shift, state.beta, layer.cap, static_cast<float>(correction));
   out_error = output_error(error, state.denominator);
 }
 

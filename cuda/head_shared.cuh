@@ -23,7 +23,7 @@ inline constexpr int kMostSums = 3;
 inline constexpr int kMostTops = 2;
 static_assert(kMostSums + kMostTops <= kHeadWarps);
 // Sums over what clusters count (clusters.cuh).
-inline constexpr int kClusterSums = 3;
+inline constexpr int kClusterSums = 4;
 
 // What the search for a threshold holds beside its brackets; one thread writes it.
 struct SearchShared {

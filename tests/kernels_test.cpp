@@ -613,12 +613,11 @@ TEST_CASE("cluster_terms and cluster_counts: vectors give the bits of the scalar
           a.x.assign(size(count + 1), -3.0f);
           a.y = a.x;
           a.counts = marked;
-          a.sums.assign(3, -1.0);
+          a.sums.assign(4, -1.0);
           kernels.cluster_terms(marked.data(), exact.data(), rho.data(), count, beta, cap,
-                                a.x.data(), a.y.data(), a.sums[0]);
-          kernels.cluster_counts(a.y.data(), exact.data(), cluster.data(), share.data(),
-                                 spread.data(), count, a.counts.data(), a.sums[1], a.sums[2],
-                                 a.top);
+                                a.x.data(), a.y.data(), a.sums[0], a.sums[1]);
+          kernels.cluster_counts(a.y.data(), cluster.data(), share.data(), spread.data(), count,
+                                 a.counts.data(), a.sums[2], a.sums[3], a.top);
           return a;
         };
         const Answer expected = run(verkv::cpu::scalar_kernels());
@@ -634,21 +633,24 @@ TEST_CASE("cluster_terms and cluster_counts: vectors give the bits of the scalar
         }
         // From the formulas.
         double plain = 0;
+        double known = 0;
         for (std::int64_t i = 0; i < count; ++i) {
           const float w = marked[size(i)];
+          const float v = exact[size(i)];
           float x = 0;
           float y = 0;
           if (w >= 0) {
-            x = w * verkv::drawn_coefficient(w, w, rho[size(i)], beta, cap);
-            y = exact[size(i)] *
-                verkv::drawn_coefficient(w, exact[size(i)], rho[size(i)], beta, cap);
-            y = std::min(y, 1e30f);
+            x = std::max(0.0f, w * verkv::drawn_coefficient(w, w, rho[size(i)], beta, cap) - w);
+            const float cv = v * verkv::drawn_coefficient(w, v, rho[size(i)], beta, cap);
+            y = std::max(0.0f, std::min(cv, 1e30f) - v);
+            plain += static_cast<double>(std::min(cv, 1e30f));
+            known += static_cast<double>(v);
           }
-          plain += static_cast<double>(y);
           REQUIRE(same(expected.x[size(i)], x));
           REQUIRE(same(expected.y[size(i)], y));
         }
         CHECK(std::fabs(plain - expected.sums[0]) <= verkv::kSumError * plain);
+        CHECK(std::fabs(known - expected.sums[1]) <= verkv::kSumError * known);
       }
     }
   }

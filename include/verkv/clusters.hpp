@@ -1,33 +1,35 @@
 // The estimate by clusters: compressed tokens stand in an order in which neighbours are alike, and
-// kClusterTokens neighbours are a cluster. The sketch knows what a cluster weighs. Its drawn tokens
-// say how its values are mixed, and its centroid, the mean of its values, stands for what they may
-// have missed. docs/math/clusters.md.
+// kClusterTokens neighbours are a cluster. The sketch knows what a cluster weighs. Drawn tokens are
+// known and count themselves. What the others add is predicted: drawn tokens say how values are
+// mixed, and the centroid, the mean of the cluster's values, stands for what they may have missed.
+// docs/math/clusters.md.
 //
 // Over the tokens of L in a cluster that are not fetched, with sketched weights w_i; over those of
 // them that are drawn, with coefficients c_i (shrinkage.hpp) and exact weights v_i:
 //
-//   T = sum w_i       x_i = c_i w_i       y_i = c_i v_i                                        (1)
-//   n = min(1, sum x / T) (sum x)^2 / sum x^2       p = n / (n + 1)                            (2)
-//   a drawn token counts p (T / sum x) y_i, the centroid (1 - p) T                             (3)
+//   U = sum of w_i that are not drawn   x_i = max(0, c_i - 1) w_i   y_i = max(0, c_i - 1) v_i  (1)
+//   n = min(1, sum x / U) (sum x)^2 / sum x^2       p = n / (n + 1)                            (2)
+//   a drawn token counts v_i + p (U / sum x) y_i, the centroid (1 - p) U                       (3)
 //
 // (sum x)^2 / sum x^2 is the number of tokens that the sample is worth; n is less where it has
-// missed most of the cluster, and 0 where nothing was drawn. What (3) counts, M over all clusters,
-// is moved to the nearest point of what the certificate leaves to the plain estimate of D over L,
-// sum y:
+// missed most of what is not drawn, and 0 where nothing was drawn. With K = sum v over all clusters
+// and P for all that is predicted, P is multiplied so that K + P is the nearest number, not below K,
+// to what the certificate leaves to the plain estimate of D over L, sum c v:
 //
-//   |D_L - sum y| <= bound D                                                                   (4)
+//   |D_L - sum c v| <= bound D                                                                 (4)
 //
 // The error of the output is estimated as if the values of a cluster differed from its centroid in
 // independent directions, each by the cluster's spread s, the root mean square of their distances
-// from it: with a_i for what a drawn token counts by (3),
+// from it: with e_i for what is predicted by a drawn token,
 //
 //   (D error / kErrorScale)^2 =
-//       sum over clusters of  s^2 (sum over drawn of (a_i - v_i)^2 + sum over all of w_i^2)    (5)
+//       sum over clusters of  s^2 (sum over drawn of e_i^2 + sum over the others of w_i^2)     (5)
 //
-// Where drawn tokens say that the sketch is useless (sketch_error.hpp), or T is 0 in all clusters,
-// clusters know nothing, and the plain estimate is used.
+// Where drawn tokens say that the sketch is useless (sketch_error.hpp), or no cluster weighs
+// anything, clusters know nothing, and the plain estimate is used.
 //
-// Dialect: src/cpu/simd/weights-inl.hpp: distance_square
+// Dialect: src/cpu/simd/weights-inl.hpp: beyond_itself
+// Dialect: src/cpu/simd/weights-inl.hpp: capped_square
 #ifndef VERKV_CLUSTERS_HPP
 #define VERKV_CLUSTERS_HPP
 
@@ -48,11 +50,32 @@ VERKV_HD constexpr std::int64_t clusters_of(std::int64_t tokens) {
   return (tokens + kClusterTokens - 1) / kClusterTokens;
 }
 
-// y_i as it is counted: at most this, so that no sum overflows. Without a cap on exact weights
+// c_i v_i as it is counted: at most this, so that no sum overflows. Without a cap on exact weights
 // (shrinkage.hpp) a token whose sketch was wildly wrong gets there.
 inline constexpr float kMostClusterTerm = 1e30f;
-VERKV_HD constexpr float cluster_term(float y) {
-  return y > kMostClusterTerm ? kMostClusterTerm : y;
+VERKV_HD constexpr float cluster_term(float cv) {
+  return cv > kMostClusterTerm ? kMostClusterTerm : cv;
+}
+
+// max(0, c - 1) w of (1), from c w.
+VERKV_HD constexpr float beyond_itself(float cw, float w) { return cw > w ? cw - w : 0.0f; }
+
+// U of (1) from the sketched weights of a cluster and of its drawn tokens. A part of the whole that
+// rounding can make counts as nothing.
+inline constexpr float kLeastRest = 0x1p-20f;
+VERKV_HD constexpr float cluster_rest(float weight, float drawn) {
+  const float rest = weight - drawn;
+  return rest > kLeastRest * weight ? rest : 0.0f;
+}
+
+// The sum of w^2 over those not drawn, from U and from the sums over all and over the drawn. Where
+// the difference drowns in rounding, at most as much as one token of weight U gives.
+VERKV_HD constexpr float cluster_rest_square(float rest, float square, float drawn_square) {
+  const float difference = square - drawn_square;
+  const float least = kLeastRest * square;
+  const float most = rest * rest;
+  const float found = difference > least ? difference : least;
+  return found < most ? found : most;
 }
 
 // What (3) makes of a cluster.
@@ -61,40 +84,41 @@ struct ClusterShare {
   float centroid = 0;  // what the centroid counts
 };
 
-// weight: T. sum, square: of x over drawn tokens. Squares that binary32 does not hold count as
+// rest: U. sum, square: of x over drawn tokens. Squares that binary32 does not hold count as
 // nothing drawn.
-VERKV_HD constexpr ClusterShare cluster_share(float weight, float sum, float square) {
-  if (!(square >= std::numeric_limits<float>::min())) return {0, weight};
+VERKV_HD constexpr ClusterShare cluster_share(float rest, float sum, float square) {
+  if (!(square >= std::numeric_limits<float>::min())) return {0, rest};
   const float size = sum / square * sum;
-  if (sum < weight) {
-    // p T / sum x, without a quotient that could overflow.
-    const float n = sum / weight * size;
-    return {size / (n + 1), weight / (n + 1)};
+  if (sum < rest) {
+    // p U / sum x, without a quotient that could overflow.
+    const float n = sum / rest * size;
+    return {size / (n + 1), rest / (n + 1)};
   }
-  return {size / (size + 1) * (weight / sum), weight / (size + 1)};
+  return {size / (size + 1) * (rest / sum), rest / (size + 1)};
 }
 
-// By which all that clusters count is multiplied for (4). mass: M. plain: sum y over all of L.
-// slack: bound * D; infinite where there is no bound.
-VERKV_HD inline double cluster_correction(double mass, double plain, double slack) {
-  if (!(mass > 0) || !(slack < std::numeric_limits<double>::infinity())) return 1;
-  const double least = plain - slack;
-  const double most = plain + slack;
-  return mass < least ? least / mass : mass > most ? most / mass : 1;
+// By which all that is predicted is multiplied for (4). predicted: P. known: K. plain: sum c v over
+// all of L. slack: bound * D; infinite where there is no bound.
+VERKV_HD inline double cluster_correction(double predicted, double known, double plain,
+                                          double slack) {
+  if (!(predicted > 0) || !(slack < std::numeric_limits<double>::infinity())) return 1;
+  const double least = plain - slack - known;
+  const double most = plain + slack - known;
+  if (predicted < least) return least / predicted;
+  return predicted > most ? (most > 0 ? most / predicted : 0) : 1;
 }
 
 // Values that are alike in a cluster are not independent: on recordings of a model the error was
 // this much larger (docs/math/clusters.md).
 inline constexpr double kErrorScale = 1.25;
 
-// The largest spread and distance of weights whose squares (5) sums: no square overflows, and so no
-// product is infinity times 0.
+// The largest spread and weight whose squares (5) sums: no square overflows, and so no product is
+// infinity times 0.
 inline constexpr float kMostSpread = 1e18f;
 
-// (a - v)^2.
-VERKV_HD constexpr float distance_square(float a, float v) {
-  const float off = a > v ? a - v : v - a;
-  return off > kMostSpread ? kMostSpread * kMostSpread : off * off;
+// e^2, of a number that is not negative.
+VERKV_HD constexpr float capped_square(float e) {
+  return e > kMostSpread ? kMostSpread * kMostSpread : e * e;
 }
 
 // (5). error_square: the sum.

@@ -31,42 +31,41 @@ void sum_clusters(HeadGroup& group) {
 float share_clusters(HeadGroup& group, int h) {
   Workspace& ws = group.workspace;
   HeadState& state = group.state(h);
-  const float* exact = group.resident_weight(h);
   float* drawn = group.resident_sketched(h);
   double plain = 0;
-  group.kernels.cluster_terms(drawn, exact, ws.slot_odds.data(), group.drawn, state.beta,
-                              group.rules.cap, ws.slot_x.data(), ws.slot_y.data(), plain);
-  float* sum = ws.cluster_x.data();
-  float* square = ws.cluster_x_square.data();
-  std::fill_n(sum, group.clusters, 0.0f);
-  std::fill_n(square, group.clusters, 0.0f);
-  for (std::size_t i = 0; i < static_cast<std::size_t>(group.drawn); ++i) {
-    const float x = ws.slot_x[i];
-    sum[ws.slot_cluster[i]] += x;
-    square[ws.slot_cluster[i]] += x * x;
-  }
+  double known = 0;
+  group.kernels.cluster_terms(drawn, group.resident_weight(h), ws.slot_odds.data(), group.drawn,
+                              state.beta, group.rules.cap, ws.slot_x.data(), ws.slot_y.data(),
+                              plain, known);
+  ClusterSums* sums = ws.cluster_sums.data();
+  std::fill_n(sums, group.clusters, ClusterSums{});
+  for (std::size_t i = 0; i < static_cast<std::size_t>(group.drawn); ++i)
+    sums[ws.slot_cluster[i]].add(ws.slot_x[i], std::max(drawn[i], 0.0f));
   float* centroid = group.cluster_weight(h);
   double mass = 0;
   double error_square = 0;
   float top = 0;
   for (std::int64_t c = 0; c < group.clusters; ++c) {
-    const ClusterShare share = cluster_share(centroid[c], sum[c], square[c]);
+    const float rest = cluster_rest(centroid[c], sums[c].drawn);
+    const ClusterShare share = cluster_share(rest, sums[c].x, sums[c].x_square);
     const std::size_t at = static_cast<std::size_t>(c);
     ws.cluster_drawn[at] = share.drawn;
     centroid[c] = share.centroid;
     mass += static_cast<double>(share.centroid);
     top = std::max(top, share.centroid);
-    error_square += static_cast<double>(ws.cluster_spread_square[at] * group.cluster_square(h)[c]);
+    const float square =
+        cluster_rest_square(rest, group.cluster_square(h)[c], sums[c].drawn_square);
+    error_square += static_cast<double>(ws.cluster_spread_square[at] * square);
   }
   double drawn_mass = 0;
   double drawn_error = 0;
   float drawn_top = 0;
-  group.kernels.cluster_counts(ws.slot_y.data(), exact, ws.slot_cluster.data(),
-                               ws.cluster_drawn.data(), ws.cluster_spread_square.data(),
-                               group.drawn, drawn, drawn_mass, drawn_error, drawn_top);
+  group.kernels.cluster_counts(ws.slot_y.data(), ws.slot_cluster.data(), ws.cluster_drawn.data(),
+                               ws.cluster_spread_square.data(), group.drawn, drawn, drawn_mass,
+                               drawn_error, drawn_top);
   state.output_error = output_error(error_square + drawn_error, state.denominator);
   state.correction = static_cast<float>(
-      cluster_correction(mass + drawn_mass, plain, state.bound * state.denominator));
+      cluster_correction(mass + drawn_mass, known, plain, state.bound * state.denominator));
   return std::max(top, drawn_top) * state.correction;
 }
 

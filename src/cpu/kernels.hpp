@@ -85,17 +85,18 @@ struct Kernels {
   void (*cluster_sums)(const float* w, std::int64_t count, float* out_sum, float* out_square);
 
   // x and y of clusters.hpp (1) for resident slots of one head. sketched: weights, negative where
-  // the slot counts exactly, and then x and y are 0. exact: weights. out_plain: lane sum of y.
+  // the slot counts exactly, and then x and y are 0. exact: weights. out_plain, out_known: lane sums
+  // of c v and of v over the others.
   void (*cluster_terms)(const float* sketched, const float* exact, const float* odds,
                         std::int64_t count, float beta, float cap, float* out_x, float* out_y,
-                        double& out_plain);
+                        double& out_plain, double& out_known);
 
-  // What the slots that do not count exactly count by clusters.hpp (3), in place of their sketched
-  // weights: share[cluster] * y. out_mass: lane sum of it. out_error: lane sum of its square
-  // distance from the exact weight, times spread_square[cluster]. out_top: the largest, 0 or more.
-  void (*cluster_counts)(const float* y, const float* exact, const std::uint32_t* cluster,
-                         const float* share, const float* spread_square, std::int64_t count,
-                         float* sketched, double& out_mass, double& out_error, float& out_top);
+  // What is predicted by the slots that do not count exactly, clusters.hpp (3), in place of their
+  // sketched weights: share[cluster] * y. out_mass: lane sum of it. out_error: lane sum of its
+  // square times spread_square[cluster]. out_top: the largest, 0 or more.
+  void (*cluster_counts)(const float* y, const std::uint32_t* cluster, const float* share,
+                         const float* spread_square, std::int64_t count, float* sketched,
+                         double& out_mass, double& out_error, float& out_top);
 
   // Lane sums of w and rho over the tokens with w > beta * rho. Tokens of H have w = 0 and never
   // pass.

@@ -113,22 +113,28 @@ void cluster_sums(const float* w, std::int64_t count, float* out_sum, float* out
 }
 
 void cluster_terms(const float* sketched, const float* exact, const float* odds, std::int64_t count,
-                   float beta, float cap, float* out_x, float* out_y, double& out_plain) {
+                   float beta, float cap, float* out_x, float* out_y, double& out_plain,
+                   double& out_known) {
   LaneSum plain;
+  LaneSum known;
   for (std::int64_t i = 0; i < count; ++i) {
     const float w = sketched[i];
+    const float v = exact[i];
     const bool low = w >= 0;
-    out_x[i] = low ? w * drawn_coefficient(w, w, odds[i], beta, cap) : 0.0f;
-    const float y = exact[i] * drawn_coefficient(w, exact[i], odds[i], beta, cap);
-    out_y[i] = low ? cluster_term(y) : 0.0f;
-    plain.add(i, out_y[i]);
+    const float cw = w * drawn_coefficient(w, w, odds[i], beta, cap);
+    const float cv = cluster_term(v * drawn_coefficient(w, v, odds[i], beta, cap));
+    out_x[i] = low ? beyond_itself(cw, w) : 0.0f;
+    out_y[i] = low ? beyond_itself(cv, v) : 0.0f;
+    plain.add(i, low ? cv : 0.0f);
+    known.add(i, low ? v : 0.0f);
   }
   out_plain = plain.total();
+  out_known = known.total();
 }
 
-void cluster_counts(const float* y, const float* exact, const std::uint32_t* cluster,
-                    const float* share, const float* spread_square, std::int64_t count,
-                    float* sketched, double& out_mass, double& out_error, float& out_top) {
+void cluster_counts(const float* y, const std::uint32_t* cluster, const float* share,
+                    const float* spread_square, std::int64_t count, float* sketched,
+                    double& out_mass, double& out_error, float& out_top) {
   LaneSum mass;
   LaneSum error;
   out_top = 0;
@@ -136,7 +142,7 @@ void cluster_counts(const float* y, const float* exact, const std::uint32_t* clu
     const bool low = sketched[i] >= 0;
     const float counts = share[cluster[i]] * y[i];
     mass.add(i, low ? counts : 0.0f);
-    error.add(i, low ? spread_square[cluster[i]] * distance_square(counts, exact[i]) : 0.0f);
+    error.add(i, low ? spread_square[cluster[i]] * capped_square(counts) : 0.0f);
     if (!low) continue;
     sketched[i] = counts;
     out_top = std::max(out_top, counts);

@@ -267,14 +267,12 @@ class Step {
     const float* logit = group_.resident_logit(h);
     float top = -kInfinity;
     for (std::int64_t i = 0; i < moved_; ++i) top = std::max(top, group_.weight(h)[i]);
-    if (s.by_clusters) {
-      const float cluster = s.shift + std::log(share_clusters(group_, h));
-      for_exact(h, [&](std::int64_t i) { top = std::max(top, logit[i]); });
-      set_attention_shift(s, std::max(top, cluster));
-      return;
-    }
     float any = top;
     for (std::int64_t i = 0; i < group_.residents; ++i) any = std::max(any, logit[i]);
+    if (s.by_clusters) {
+      set_attention_shift(s, std::max(any, s.shift + std::log(share_clusters(group_, h))));
+      return;
+    }
     const float most = s.shift + std::log(group_.rules.cap * s.beta);
     if (any <= s.shift + kSharedShift && !(most < s.shift - kSharedShift)) {
       top = any;
@@ -292,15 +290,6 @@ class Step {
   static void set_attention_shift(HeadState& s, float top) {
     s.attention_shift =
         std::fabs(top - s.shift) <= kSharedShift || top == -kInfinity ? s.shift : top;
-  }
-
-  // Calls f(slot) for the residents that count exactly.
-  template <class F>
-  void for_exact(int h, F&& f) {
-    for (std::int64_t i = 0; i < group_.drawn; ++i) {
-      if (!(group_.resident_sketched(h)[i] >= 0)) f(i);
-    }
-    for (std::int64_t i = group_.drawn; i < group_.residents; ++i) f(i);
   }
 
   // Weights under the attention's shift; D_hat starts with the moved tokens.
@@ -343,12 +332,12 @@ class Step {
   // What the clusters say, under the attention's shift.
   void take_shares(int h) {
     const HeadState& s = state(h);
-    // Where it is larger, all shares are 0.
+    // Where it is larger, all that is predicted is 0.
     const float factor = s.correction * std::min(std::exp(s.shift - s.attention_shift), 1e30f);
     float* w = group_.resident_weight(h);
     const float* drawn = group_.resident_sketched(h);
     for (std::int64_t i = 0; i < group_.drawn; ++i)
-      if (drawn[i] >= 0) w[i] = drawn[i] * factor;
+      if (drawn[i] >= 0) w[i] += drawn[i] * factor;
     float* centroid = group_.cluster_weight(h);
     for (std::int64_t c = 0; c < group_.clusters; ++c) centroid[c] *= factor;
   }

@@ -40,8 +40,7 @@ void Workspace::reserve(const LayerShape& shape, const FetchRules& rules, std::i
     grow(cluster_spread_square, clusters);
     grow(slot_x, residents);
     grow(slot_y, residents);
-    grow(cluster_x, clusters);
-    grow(cluster_x_square, clusters);
+    grow(cluster_sums, clusters);
     grow(cluster_drawn, clusters);
   }
   grow(output, group * shape.config.value_dim);
@@ -80,8 +79,7 @@ std::int64_t Workspace::bytes() const {
   };
   add(query, basis_query, code_query, weight, resident_logit, resident_weight, resident_sketched,
       cluster_weight, cluster_square, slot_cluster, cluster_spread_square, slot_x, slot_y,
-      cluster_x, cluster_x_square, cluster_drawn, output, states, slot_odds, square, fetched, moved,
-      no_odds, mark, plan_weight, plan_odds, plan_worth, plan_place, exact_weight, exact_odds,
+      cluster_sums, cluster_drawn, output, states, slot_odds, square, fetched, moved, no_odds, mark, plan_weight, plan_odds, plan_worth, plan_place, exact_weight, exact_odds,
       exact_gain, exact_scratch, exact_order, exact_index);
   return sum;
 }

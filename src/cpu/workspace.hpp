@@ -43,6 +43,22 @@ struct HeadState {
   double estimate = 0;
 };
 
+// Sums over a cluster's drawn tokens (clusters.hpp): of x, x^2, w and w^2, one beside the other, so
+// that a token's four are added at once.
+struct ClusterSums {
+  float x = 0;
+  float x_square = 0;
+  float drawn = 0;
+  float drawn_square = 0;
+
+  void add(float token_x, float weight) {
+    x += token_x;
+    x_square += token_x * token_x;
+    drawn += weight;
+    drawn_square += weight * weight;
+  }
+};
+
 // Buffers of one thread. Sized outside the step, so that the step allocates nothing.
 struct Workspace {
   // Room for a KV head of this shape with `compressed` tokens under sketch and `residents` resident
@@ -76,10 +92,11 @@ struct Workspace {
   // The cluster of each drawn slot; squares of spreads.
   std::vector<std::uint32_t> slot_cluster;
   AlignedVector<float> cluster_spread_square;
-  // Of one query head: x and y of drawn slots; sums of x and x^2 over those of each cluster; what a
-  // drawn token counts of its y.
+  // Of one query head: x and y of drawn slots; sums over those of each cluster; what a drawn token
+  // counts of its y.
   AlignedVector<float> slot_x, slot_y;
-  AlignedVector<float> cluster_x, cluster_x_square, cluster_drawn;
+  AlignedVector<ClusterSums> cluster_sums;
+  AlignedVector<float> cluster_drawn;
   // Odds of drawn slots, infinite for those in H.
   AlignedVector<float> slot_odds;
   // Squares of the local window's probabilities.

@@ -369,18 +369,33 @@ struct Cluster {
   double spread_square = 0;  // mean squared distance from it
   double weight = 0;         // of what is not fetched, sketched
   double weight_square = 0;
-  // Over drawn tokens: coefficient times sketched weight, and its square.
+  // Over drawn tokens: sketched weight and its square; what the coefficient makes of it beyond the
+  // weight itself, and the square.
+  double drawn = 0;
+  double drawn_square = 0;
   double sketched = 0;
   double square = 0;
+
+  // What is not drawn; below a millionth of the whole nothing, as binary32 cannot tell.
+  double rest() const {
+    const double left = weight - drawn;
+    return left > std::ldexp(weight, -20) ? left : 0.0;
+  }
+
+  // Sum of squares of what is not drawn, as far as binary32 can tell.
+  double rest_square() const {
+    return std::min(rest() * rest(),
+                    std::max(weight_square - drawn_square, std::ldexp(weight_square, -20)));
+  }
 
   // Share of the drawn tokens. Squares below the smallest number of binary32 are none.
   double own() const {
     if (square < static_cast<double>(std::numeric_limits<float>::min())) return 0;
-    const double size = sketched * sketched / square * std::min(1.0, sketched / weight);
+    const double size = sketched * sketched / square * std::min(1.0, sketched / rest());
     return size / (size + 1);
   }
-  // What a drawn token counts of its coefficient times its exact weight.
-  double factor() const { return own() > 0 ? own() * weight / sketched : 0; }
+  // What a drawn token counts of what its coefficient makes of its exact weight beyond the weight.
+  double factor() const { return own() > 0 ? own() * rest() / sketched : 0; }
 };
 
 inline std::vector<Cluster> clusters(const HeadCase& head) {
@@ -549,6 +564,8 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
                                      [](double w) { return w < std::exp(-87.0); });
     if (head.study.estimator == Estimator::clusters && !useless) cluster = clusters(head);
     double plain = 0;
+    double known = 0;
+    Vector predicted(n, 0.0);  // by drawn tokens, before it is shared out
     double error = cluster.empty() && result.epsilon > 0 ? kInfinite : 0.0;
     std::size_t p = 0;
     for (std::size_t i = 0; i < n; ++i) {
@@ -573,38 +590,47 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
       term[i] = std::min(std::log(lambda) + own, most) - std::log(own_r);
       if (cluster.empty()) continue;
       // Weights below exp(-87) are 0.
-      const double x = w < std::exp(-87.0) ? 0.0 : std::min(lambda * w, cap) / own_r;
-      cluster[i / 64].sketched += x;
-      cluster[i / 64].square += x * x;
-      term[i] = std::min(term[i], std::log(1e30) + shift[h]);
-      plain += std::exp(term[i] - shift[h]);
+      const double own_w = w < std::exp(-87.0) ? 0.0 : w;
+      const double x = std::max(0.0, std::min(lambda * own_w, cap) / own_r - own_w);
+      Cluster& c = cluster[i / 64];
+      c.drawn += own_w;
+      c.drawn_square += own_w * own_w;
+      c.sketched += x;
+      c.square += x * x;
+      const double cv = std::min(std::exp(term[i] - shift[h]), 1e30);
+      const double v = std::exp(own - shift[h]);
+      plain += cv;
+      known += v;
+      predicted[i] = std::max(0.0, cv - v);
+      term[i] = logit[h][i];
     }
     double mass = 0;
     for (const Cluster& c : cluster) {
-      mass += (1 - c.own()) * c.weight;
-      error += c.weight_square * c.spread_square;
+      mass += (1 - c.own()) * c.rest();
+      error += c.rest_square() * c.spread_square;
     }
     for (std::size_t i = 0; i < compressed && !cluster.empty(); ++i) {
       if (in_high(i) || exact[i] || !head.resident[i]) continue;
       const Cluster& c = cluster[i / 64];
-      const double own = std::exp(std::min(logit[h][i] - shift[h], 60.0));
-      const double counts = c.factor() * std::exp(term[i] - shift[h]);
-      error += (counts - own) * (counts - own) * c.spread_square;
-      mass += counts;
-      term[i] += std::log(c.factor());
+      predicted[i] *= c.factor();
+      error += predicted[i] * predicted[i] * c.spread_square;
+      mass += predicted[i];
     }
-    // All of it, moved into what the certificate leaves; in the plan's units.
+    // What is predicted, moved into what the certificate leaves; in the plan's units.
     double correction = 1;
     if (mass > 0 && result.epsilon < kInfinite) {
       const double slack = result.epsilon * denominator[h];
-      correction = std::clamp(mass, plain - slack, plain + slack) / mass;
+      const double all = std::clamp(known + mass, plain - slack, plain + slack);
+      correction = std::max(0.0, all - known) / mass;
     }
-    for (std::size_t i = 0; i < compressed && !cluster.empty(); ++i)
-      if (!in_high(i) && !exact[i]) term[i] += std::log(correction);
+    for (std::size_t i = 0; i < n; ++i) {
+      const double more = correction * predicted[i];
+      if (more > 0) term[i] = log_sum_exp({term[i], std::log(more) + shift[h]});
+    }
     result.output_error = error == 0 ? 0.0 : 1.25 * std::sqrt(error) / denominator[h];
     Vector all = term;
     for (const Cluster& c : cluster)
-      all.push_back(std::log(correction * (1 - c.own()) * c.weight) + shift[h]);
+      all.push_back(std::log(correction * (1 - c.own()) * c.rest()) + shift[h]);
     result.lse = log_sum_exp(all);
     result.output.assign(static_cast<std::size_t>(head.layer.value_dim), 0.0);
     for (std::size_t c = 0; c < cluster.size(); ++c) {

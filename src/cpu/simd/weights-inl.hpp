@@ -115,12 +115,18 @@ HWY_INLINE VF drawn_coefficient(VF lambda, VF exact, VF rho, VF bound) {
   return hn::Div(hn::Mul(capped, hn::Add(hn::Set(df, 1.0f), rho)), rho);
 }
 
+// Dialect of verkv/clusters.hpp: beyond_itself.
+HWY_INLINE VF beyond_itself(VF cw, VF w) {
+  return hn::IfThenElseZero(hn::Gt(cw, w), hn::Sub(cw, w));
+}
+
 void cluster_terms(const float* sketched, const float* exact, const float* odds, std::int64_t count,
-                   float beta, float cap, float* out_x, float* out_y, double& out_plain) {
+                   float beta, float cap, float* out_x, float* out_y, double& out_plain,
+                   double& out_known) {
   const VF most = hn::Set(df, kMostClusterTerm);
-  double total[1] = {};
+  double total[2] = {};
   for (std::int64_t begin = 0; begin < count; begin += kBlockTokens) {
-    VF lane[1][kParts];
+    VF lane[2][kParts];
     zero(lane);
     each_part(begin, std::min(begin + kBlockTokens, count),
               [&](std::int64_t i, auto part, auto lanes) VERKV_LAMBDA {
@@ -134,28 +140,29 @@ void cluster_terms(const float* sketched, const float* exact, const float* odds,
                 // Without a cap the bound is infinite, or no number where beta is 0, and nothing is
                 // above it.
                 const VF bound = hn::Mul(hn::Set(df, cap * beta), rho);
-                const VF x = hn::Mul(w, drawn_coefficient(lambda, w, rho, bound));
-                const VF y = hn::Mul(v, drawn_coefficient(lambda, v, rho, bound));
-                const VF term = hn::IfThenElseZero(low, hn::IfThenElse(hn::Gt(y, most), most, y));
-                lanes.store(hn::IfThenElseZero(low, x), out_x + i);
-                lanes.store(term, out_y + i);
-                lane[0][part] = hn::Add(lane[0][part], term);
+                const VF cw = hn::Mul(w, drawn_coefficient(lambda, w, rho, bound));
+                const VF uncapped = hn::Mul(v, drawn_coefficient(lambda, v, rho, bound));
+                const VF cv = hn::IfThenElse(hn::Gt(uncapped, most), most, uncapped);
+                lanes.store(hn::IfThenElseZero(low, beyond_itself(cw, w)), out_x + i);
+                lanes.store(hn::IfThenElseZero(low, beyond_itself(cv, v)), out_y + i);
+                lane[0][part] = hn::Add(lane[0][part], hn::IfThenElseZero(low, cv));
+                lane[1][part] = hn::Add(lane[1][part], hn::IfThenElseZero(low, v));
               });
     add_folds(lane, total);
   }
   out_plain = total[0];
+  out_known = total[1];
 }
 
-// Dialect of verkv/clusters.hpp: distance_square.
-HWY_INLINE VF distance_square(VF a, VF v) {
-  const VF off = hn::IfThenElse(hn::Gt(a, v), hn::Sub(a, v), hn::Sub(v, a));
+// Dialect of verkv/clusters.hpp: capped_square.
+HWY_INLINE VF capped_square(VF e) {
   const VF most = hn::Set(df, kMostSpread);
-  return hn::IfThenElse(hn::Gt(off, most), hn::Mul(most, most), hn::Mul(off, off));
+  return hn::IfThenElse(hn::Gt(e, most), hn::Mul(most, most), hn::Mul(e, e));
 }
 
-void cluster_counts(const float* y, const float* exact, const std::uint32_t* cluster,
-                    const float* share, const float* spread_square, std::int64_t count,
-                    float* sketched, double& out_mass, double& out_error, float& out_top) {
+void cluster_counts(const float* y, const std::uint32_t* cluster, const float* share,
+                    const float* spread_square, std::int64_t count, float* sketched,
+                    double& out_mass, double& out_error, float& out_top) {
   double total[2] = {};
   VF top[kParts];
   unroll<kParts>([&](auto part) VERKV_LAMBDA { top[part] = hn::Zero(df); });
@@ -170,7 +177,7 @@ void cluster_counts(const float* y, const float* exact, const std::uint32_t* clu
                 const VI32 at =
                     hn::BitCast(di32, lanes.load(reinterpret_cast<const float*>(cluster) + i));
                 const VF counts = hn::Mul(hn::GatherIndex(df, share, at), lanes.load(y + i));
-                const VF square = distance_square(counts, lanes.load(exact + i));
+                const VF square = capped_square(counts);
                 const VF spread = hn::GatherIndex(df, spread_square, at);
                 lane[0][part] = hn::Add(lane[0][part], hn::IfThenElseZero(low, counts));
                 lane[1][part] =
