@@ -12,6 +12,7 @@
 #include "fetch_rules.hpp"
 #include "sketch_basis.hpp"
 #include "step.hpp"
+#include "window_score.hpp"
 
 namespace verkv::bench {
 namespace {
@@ -132,7 +133,7 @@ void Scene::append() {
   const cuda::DeviceBuffer<cuda::BadNumber> bad(1, "the check of appended numbers");
   VERKV_CUDA_CHECK(cudaMemsetAsync(bad.data(), 0, at(bad.bytes()), stream_));
   const std::int64_t count = prompt_.shape().tokens;
-  store_.reserve_append(count, table_.data(), stream_);
+  store_.reserve_append(count, false, table_.data(), stream_);
   cuda::AppendArguments step;
   step.keys = prompt_.key_view();
   step.values = prompt_.value_view();
@@ -162,7 +163,9 @@ void Scene::compress() {
           parts.push_back(std::async(std::launch::async, [&task, i] { task(i); }));
         for (auto& part : parts) part.get();
       });
-  store_.take(store_.compress(heads, 0, true, table_.data(), stream_), table_.data(), stream_);
+  store_.take(store_.compress(heads, 0, table_.data(), stream_), table_.data(), stream_);
+  // Queries score the local window, as they do in a decode.
+  store_.reserve_append(1, true, table_.data(), stream_);
 }
 
 std::vector<cuda::HeadView> Scene::copy_row() {
@@ -204,6 +207,8 @@ std::vector<cuda::HeadView> Scene::copy_row() {
     }
     copy(view.window_square, window);
     copy(view.window_steps, window);
+    copy(view.given, view.given_stride);
+    copy(view.has_given, kMostScoredTokens);
   }
   host_copies_.push_back(std::move(host));
   return views;
@@ -215,6 +220,7 @@ void Scene::copy_rows(int rows) {
     const std::vector<cuda::HeadView> copy = copy_row();
     views.insert(views.end(), copy.begin(), copy.end());
   }
+  for (cuda::HeadView& view : views) view.first_scored = view.tokens - 1;
   VERKV_CUDA_CHECK(cudaMemcpyAsync(table_.data(), views.data(), at(table_.bytes()),
                                    cudaMemcpyHostToDevice, stream_));
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream_));
@@ -257,7 +263,6 @@ cuda::StepArguments Scene::step(const Rule& rule, int rows) const {
   view.lse = lse_.data();
   view.query_reports = query_reports_.data();
   view.kv_reports = kv_reports_.data();
-  view.score_window = true;
   view.most_compressed = store_.compressed();
   view.most_residents = store_.most_residents();
   view.workspace = workspace_.data();

@@ -7,6 +7,7 @@
 #include "device_math.cuh"
 #include "elements.cuh"
 #include "launch.hpp"
+#include "window_score.hpp"
 
 namespace verkv::cuda {
 namespace {
@@ -16,6 +17,31 @@ VERKV_DEVICE const void* view_row(const TensorView& view, std::int64_t token, st
   return static_cast<const char*>(view.data) +
          (token * view.token_stride + head * view.head_stride) *
              static_cast<std::int64_t>(size_bytes(view.type));
+}
+
+// By a block, for one head. Equal bit for bit to WindowScores::settle (src/cpu/window_scores.cpp).
+VERKV_DEVICE void settle(HeadView& head) {
+  const std::int64_t rows = head.tokens - head.first_scored;
+  const std::int64_t before = head.first_scored - head.compressed;
+  for (std::int64_t i = threadIdx.x; i < head.tokens - head.compressed; i += kAppendThreads) {
+    float square = head.window_square[i];
+    std::uint32_t steps = head.window_steps[i];
+    for (std::int64_t r = i <= before ? 0 : i - before; r < rows; ++r) {
+      if (head.has_given[r] == 0) continue;
+      square += head.given[r * head.given_stride + i];
+      ++steps;
+    }
+    head.window_square[i] = square;
+    head.window_steps[i] = steps;
+  }
+  __syncthreads();
+  if (threadIdx.x < kMostScoredTokens) head.has_given[threadIdx.x] = 0;
+}
+
+__global__ void __launch_bounds__(kAppendThreads) settle_kernel(HeadView* heads) {
+  HeadView& head = heads[blockIdx.x];
+  settle(head);
+  if (threadIdx.x == 0) head.first_scored = head.tokens;
 }
 
 __global__ void __launch_bounds__(kAppendThreads)
@@ -50,12 +76,18 @@ __global__ void __launch_bounds__(kAppendThreads)
         arguments.bad->number = x;
       }
     }
+    const bool counts = arguments.counts && token == 0;
+    const bool scores = head.given != nullptr;
+    if (counts && scores) settle(arguments.heads[h]);
     if (threadIdx.x == 0) {
       head.resident_place[slot] = static_cast<std::uint32_t>(position);
       head.window_square[position - head.compressed] = 0;
       head.window_steps[position - head.compressed] = 0;
-      if (arguments.counts && token == 0)
-        arguments.heads[h].tokens = arguments.first + arguments.keys.tokens;
+      if (counts) {
+        const std::int64_t all = arguments.first + arguments.keys.tokens;
+        arguments.heads[h].tokens = all;
+        arguments.heads[h].first_scored = first_scored(arguments.first, all, scores);
+      }
     }
   }
 }
@@ -80,6 +112,11 @@ cudaError_t launch_append(const LayerView& layer, const AppendArguments& argumen
   if (arguments.keys.tokens == 0) return cudaSuccess;
   return launch(append_kernel, blocks_for(arguments.keys.tokens * layer.kv_heads), kAppendThreads,
                 0, stream, layer, arguments, largest_number(layer.storage));
+}
+
+cudaError_t launch_settle(const LayerView& layer, HeadView* heads, cudaStream_t stream) {
+  return launch(settle_kernel, static_cast<unsigned>(layer.kv_heads), kAppendThreads, 0, stream,
+                heads);
 }
 
 cudaError_t launch_write_slots(const std::int32_t* slots, int count, std::int32_t* out_slots,

@@ -32,9 +32,13 @@ struct AppendArguments {
   std::int64_t layer_index = 0;
 };
 
-// Writes the rows to both tiers, the place of each resident, and zero scores of the window.
+// Writes the rows to both tiers, the place of each resident, and zero scores of the window. Where
+// it counts the tokens in, it begins as launch_settle.
 cudaError_t launch_append(const LayerView& layer, const AppendArguments& arguments,
                           cudaStream_t stream);
+
+// Takes in what queries have given to the scores of the local window.
+cudaError_t launch_settle(const LayerView& layer, HeadView* heads, cudaStream_t stream);
 
 // out_slots[i] = slots[i], 0 <= i < count. The slots travel with the launch, so that the caller's
 // array may change at once.

@@ -16,17 +16,22 @@
 namespace verkv::cuda {
 namespace {
 
-// Adds this step to the scores of the local window.
+// What the query gives to the scores of the local window, in place of what it gave before.
 VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& view,
                                std::int64_t first_head) {
   const StepWorkspace& ws = arguments.workspace;
   const int group = arguments.view.layer.group;
+  const std::int64_t given_row = view.tokens - 1 - view.first_scored;
+  if (view.given == nullptr || given_row < 0) return;
   const std::int64_t window = view.tokens - view.compressed;
   const std::int64_t begin = static_cast<std::int64_t>(blockIdx.y) * kAttentionThreads;
   if (begin >= window) return;
-  for (int h = 0; h < group; ++h) {
-    if (ws.heads[first_head + h].computable == 0) return;
-  }
+  bool computable = true;
+  for (int h = 0; h < group; ++h)
+    computable = computable && ws.heads[first_head + h].computable != 0;
+  if (begin + threadIdx.x == 0) view.has_given[given_row] = computable ? 1 : 0;
+  if (!computable) return;
+  float* given = view.given + given_row * view.given_stride;
 #pragma unroll 1
   for (std::int64_t i = begin + threadIdx.x; i < window;
        i += static_cast<std::int64_t>(gridDim.y) * kAttentionThreads) {
@@ -37,8 +42,7 @@ VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& v
       const float logit = ws.resident_logit[(first_head + h) * ws.resident_stride + view.drawn + i];
       square += window_square(logit, state.shift, static_cast<float>(1 / state.denominator));
     }
-    view.window_square[i] += square;
-    ++view.window_steps[i];
+    given[i] = square;
   }
 }
 
@@ -141,8 +145,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kColumns > 1 ? 1 : 2)
     done += count;
   }
   part.write_partial(splits, split);
-  if (step.score_window && blockIdx.z == 0)
-    score_window(arguments, view, static_cast<std::int64_t>(pair) * layer.group);
+  if (blockIdx.z == 0) score_window(arguments, view, static_cast<std::int64_t>(pair) * layer.group);
 
   const auto finished = [&]() -> std::uint32_t& {
     return ws.finished[static_cast<std::int64_t>(pair) * grid.attention_parts + blockIdx.z];

@@ -172,13 +172,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    move_window_kernel(const HeadView* from, const HeadView* to, bool zeros) {
+    move_window_kernel(const HeadView* from, const HeadView* to) {
   const HeadView& old = from[blockIdx.x];
   const HeadView& now = to[blockIdx.x];
   const std::int64_t gone = now.compressed - old.compressed;
   for (std::int64_t i = threadIdx.x; i < now.tokens - now.compressed; i += kThreads) {
-    now.window_square[i] = zeros ? 0.0f : old.window_square[i + gone];
-    now.window_steps[i] = zeros ? 0u : old.window_steps[i + gone];
+    now.window_square[i] = old.window_square[i + gone];
+    now.window_steps[i] = old.window_steps[i + gone];
   }
 }
 
@@ -217,9 +217,9 @@ cudaError_t launch_gather_residents(const LayerView& layer, const GatherArgument
 }
 
 cudaError_t launch_move_window(const LayerView& layer, const HeadView* from, const HeadView* to,
-                               bool zeros, cudaStream_t stream) {
+                               cudaStream_t stream) {
   return launch(move_window_kernel, static_cast<unsigned>(layer.kv_heads), kThreads, 0, stream,
-                from, to, zeros);
+                from, to);
 }
 
 }  // namespace verkv::cuda

@@ -38,9 +38,9 @@ struct GatherArguments {
 cudaError_t launch_gather_residents(const LayerView& layer, const GatherArguments& arguments,
                                     cudaStream_t stream);
 
-// Scores of the local window of `to`: those that `from` has of the same tokens, or zeros.
+// Scores of the local window of `to`: those that `from` has of the same tokens.
 cudaError_t launch_move_window(const LayerView& layer, const HeadView* from, const HeadView* to,
-                               bool zeros, cudaStream_t stream);
+                               cudaStream_t stream);
 
 }  // namespace verkv::cuda
 

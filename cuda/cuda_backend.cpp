@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "compression.hpp"
+#include "device_check.hpp"
 #include "head_tables.hpp"
 #include "layer.hpp"
 #include "manager_access.hpp"
@@ -36,27 +37,6 @@ struct Sequence {
 };
 
 LayerLengths lengths_of(const LayerStore& store) { return {store.tokens(), store.compressed()}; }
-
-// Throws InvalidArgument if the device cannot serve the layers. Returns its name.
-std::string check_device(int device, const std::vector<Layer>& layers) {
-  cudaDeviceProp properties{};
-  VERKV_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
-  std::string name = std::string("cuda (") + properties.name + ", compute capability " +
-                     std::to_string(properties.major) + "." + std::to_string(properties.minor) +
-                     ")";
-  if (properties.major < 8 || properties.canMapHostMemory == 0) {
-    throw InvalidArgument(name + ": compute capability 8.0 and mapped host memory are needed");
-  }
-  for (std::size_t i = 0; i < layers.size(); ++i) {
-    if (!layers[i].config.cached) continue;
-    const std::size_t shared = size(step_shared_bytes(layers[i].view));
-    if (shared <= properties.sharedMemPerBlockOptin) continue;
-    throw InvalidArgument("layer " + std::to_string(i) + ": " + std::to_string(shared) +
-                          " bytes of shared memory are needed for its head sizes and group; " +
-                          name + " has " + std::to_string(properties.sharedMemPerBlockOptin));
-  }
-  return name;
-}
 
 class CudaBackend final : public Backend {
  public:
@@ -128,34 +108,33 @@ class CudaBackend final : public Backend {
     return find(id).layers[size(layer)]->compressed();
   }
 
-  void append(SequenceId id, std::int64_t layer_index, const TensorView& keys,
-              const TensorView& values) override {
+  bool scores_window(SequenceId id, std::int64_t layer) const override {
+    return config_.chunk_tokens && find(id).compressed_before[size(layer)];
+  }
+
+  void reserve(std::span<const Growth> growths) override {
     const CurrentDevice current(options_.device);
-    const std::size_t layer = size(layer_index);
-    Sequence& sequence = find(id);
-    LayerStore& store = *sequence.layers[layer];
-    if (keys.tokens == 0) return;
-    const bool compresses = sequence.compressed_before[layer] &&
-                            compressor_.outgrown(layer, lengths_of(store), keys.tokens) > 0;
-    // Before anything changes, since this call will wait for the device anyway.
-    if (compresses && options_.views == MemorySpace::device) check_numbers();
-    store.reserve_append(keys.tokens, entries(layer, sequence), stream_);
-    buffers_.reserve_lengths(layer, store.compressed(), store.most_residents() + keys.tokens,
-                             stream_);
-    AppendArguments arguments;
-    arguments.bad = numbers_.device();
-    arguments.sequence = id.value;
-    arguments.layer_index = layer_index;
-    append_rows(store, arguments, keys, values, entries(layer, sequence));
-    if (!compresses) return;
-    try {
-      compress_outgrown_window(sequence, layer);
-    } catch (const std::bad_alloc&) {
-      // The tokens are in and correct; the window only stays larger until a later append finds the
-      // memory.
-    } catch (const DeviceError& error) {
-      if (!error.out_of_memory()) throw;
+    reserve_growths(growths);
+  }
+
+  void append(std::int64_t layer_index, std::span<const AppendPart> parts) override {
+    const CurrentDevice current(options_.device);
+    std::vector<Growth> growths;
+    for (const AppendPart& part : parts) {
+      if (!part.reserved) growths.push_back({part.sequence, layer_index, part.keys.tokens});
+      // Before anything changes, room too. What the device finds of device views it tells later.
+      if (options_.views == MemorySpace::device) continue;
+      check_stored("keys", part.keys, config_.storage);
+      check_stored("values", part.values, config_.storage);
     }
+    reserve_growths(growths);
+    for (const AppendPart& part : parts) append_rows(layer_index, part);
+  }
+
+  void truncate(SequenceId id, std::int64_t layer, std::int64_t tokens) override {
+    const CurrentDevice current(options_.device);
+    Sequence& sequence = find(id);
+    sequence.layers[size(layer)]->truncate(tokens, entries(size(layer), sequence), stream_);
   }
 
   void compress(SequenceId id, std::span<const ImportanceView> importance,
@@ -164,18 +143,20 @@ class CudaBackend final : public Backend {
     check_numbers();
     Sequence& sequence = find(id);
     std::vector<LayerLengths> lengths;
-    for (const auto& store : sequence.layers)
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+      const auto& store = sequence.layers[layer];
       lengths.push_back(store ? lengths_of(*store) : LayerLengths{});
+      if (store) store->settle(entries(layer, sequence), stream_);
+    }
     std::vector<std::vector<float>> copies(importance.size());
     const std::vector<ImportanceView> scores = host_importance(lengths, importance, copies);
     std::vector<HeadCompression> heads = compressor_.prompt(sequence.draw, lengths, scores);
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
-    apply(sequence, heads, prompt_queries);
+    std::vector<Prepared> prepared;
+    prepare(sequence, heads, prompt_queries, prepared);
+    commit(prepared);
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-      if (!compressor_.compresses(layer)) continue;
-      // Steps of a batch score all windows or none; what came before does not count.
-      if (!sequence.compressed_before[layer]) sequence.layers[layer]->clear_window_scores(stream_);
-      sequence.compressed_before[layer] = true;
+      if (compressor_.compresses(layer)) sequence.compressed_before[layer] = true;
     }
   }
 
@@ -223,7 +204,7 @@ class CudaBackend final : public Backend {
     StepView step;
     step.layer = layer.view;
     step.heads = tables_.table(index);
-    step.score_window = fill_slots(batch, index);
+    fill_slots(batch);
     step.slots = buffers_.write_slots(capture, stream_);
     step.rows = static_cast<int>(rows);
     step.query_type = batch.queries.type;
@@ -312,29 +293,70 @@ class CudaBackend final : public Backend {
 
   // ---- Append
 
-  // There is room. With host views it waits for the stream and throws on a bad number.
-  void append_rows(LayerStore& store, AppendArguments arguments, const TensorView& keys,
-                   const TensorView& values, HeadView* table) {
+  // There is room. With host views it waits for the stream.
+  void append_rows(std::int64_t layer_index, const AppendPart& part) {
+    Sequence& sequence = find(part.sequence);
+    LayerStore& store = *sequence.layers[size(layer_index)];
+    HeadView* table = entries(size(layer_index), sequence);
+    AppendArguments arguments;
+    arguments.bad = numbers_.device();
+    arguments.sequence = part.sequence.value;
+    arguments.layer_index = layer_index;
     if (options_.views == MemorySpace::device) {
-      arguments.keys = keys;
-      arguments.values = values;
+      arguments.keys = part.keys;
+      arguments.values = part.values;
       store.append_rows(arguments, 0, true, table, stream_);
-      store.add_tokens(keys.tokens);
+      store.add_tokens(part.keys.tokens);
       return;
     }
     rows_.each_piece(
-        keys, values, stream_,
+        part.keys, part.values, stream_,
         [&](const TensorView& key_piece, const TensorView& value_piece, std::int64_t first) {
           arguments.keys = key_piece;
           arguments.values = value_piece;
           arguments.token_offset = first;
           store.append_rows(arguments, first, false, table, stream_);
         });
-    // Until the table is rewritten the new rows lie beyond the end, so a bad number has changed
-    // nothing.
-    check_numbers();
-    store.add_tokens(keys.tokens);
+    store.settle(table, stream_);
+    store.add_tokens(part.keys.tokens);
     store.write_table(table, stream_);
+  }
+
+  // Tokens of the local window that leave it before a layer grows.
+  std::int64_t outgrown(const Growth& growth) const {
+    const std::size_t layer = size(growth.layer);
+    const Sequence& sequence = find(growth.sequence);
+    if (!sequence.compressed_before[layer]) return 0;
+    return compressor_.outgrown(layer, lengths_of(*sequence.layers[layer]));
+  }
+
+  // Waits for the stream where blocks grow or something is compressed.
+  void reserve_growths(std::span<const Growth> growths) {
+    const auto goes = [this](const Growth& growth) { return outgrown(growth) > 0; };
+    // Before anything changes, since this call will wait for the device anyway.
+    if (options_.views == MemorySpace::device && std::any_of(growths.begin(), growths.end(), goes))
+      check_numbers();
+    std::vector<Prepared> prepared;
+    for (const Growth& growth : growths) {
+      const std::size_t layer = size(growth.layer);
+      const LayerConfig& c = layers_[layer].config;
+      Sequence& sequence = find(growth.sequence);
+      LayerStore& store = *sequence.layers[layer];
+      HeadView* table = entries(layer, sequence);
+      store.settle(table, stream_);
+      const bool scores = scores_window(growth.sequence, growth.layer);
+      store.reserve_append(growth.tokens, scores, table, stream_);
+      buffers_.reserve_lengths(layer, store.compressed(), store.most_residents() + growth.tokens,
+                               stream_);
+      if (options_.views == MemorySpace::host)
+        rows_.reserve(growth.tokens, c.kv_heads * c.key_dim, c.kv_heads * c.value_dim, stream_);
+      if (!goes(growth)) continue;
+      const LayerLengths lengths = lengths_of(store);
+      const std::vector<float> score = store.window_scores(outgrown(growth), stream_);
+      std::vector<HeadCompression> heads = compressor_.window(sequence.draw, layer, lengths, score);
+      prepare(sequence, heads, {}, prepared);
+    }
+    commit(prepared);
   }
 
   // ---- Compression
@@ -368,10 +390,17 @@ class CudaBackend final : public Backend {
     return views;
   }
 
-  // heads: those of whole layers, in order. Fails only before the first layer has changed. Waits
-  // for the stream.
-  void apply(Sequence& sequence, std::span<HeadCompression> heads,
-             std::span<const TensorView> prompt_queries) {
+  // A compression of a layer that only has to be put in force.
+  struct Prepared {
+    Sequence* sequence;
+    std::size_t layer;
+    LayerStore::Change change;
+  };
+
+  // Adds the compressions of `heads`, those of whole layers in order. What queries have given must
+  // have been taken in. Changes nothing that shows. Waits for the stream.
+  void prepare(Sequence& sequence, std::span<HeadCompression> heads,
+               std::span<const TensorView> prompt_queries, std::vector<Prepared>& out) {
     std::vector<std::vector<std::byte>> copies(prompt_queries.size());
     const std::vector<TensorView> queries = host_queries(heads, prompt_queries, copies);
     // Bases and orders are made of those and of the host tier's rows, which must have been written.
@@ -388,20 +417,22 @@ class CudaBackend final : public Backend {
         [](std::int64_t count, const Compressor::Task& task) {
           for (std::int64_t i = 0; i < count; ++i) task(i);
         });
-    std::vector<std::pair<std::size_t, LayerStore::Change>> changes;
     for (std::size_t at = 0; at < heads.size();) {
       const std::size_t layer = heads[at].layer;
       const std::span<HeadCompression> part =
           heads.subspan(at, size(layers_[layer].config.kv_heads));
-      changes.emplace_back(
-          layer, sequence.layers[layer]->compress(part, spare(), !sequence.compressed_before[layer],
-                                                  entries(layer, sequence), stream_));
-      buffers_.reserve_lengths(layer, part.front().end(), changes.back().second.most_residents,
-                               stream_);
+      LayerStore& store = *sequence.layers[layer];
+      out.push_back(
+          {&sequence, layer, store.compress(part, spare(), entries(layer, sequence), stream_)});
+      buffers_.reserve_lengths(layer, part.front().end(),
+                               out.back().change.most_residents + store.spare(), stream_);
       at += part.size();
     }
-    for (auto& [layer, change] : changes) {
-      sequence.layers[layer]->take(std::move(change), entries(layer, sequence), stream_);
+  }
+
+  void commit(std::vector<Prepared>& prepared) {
+    for (auto& [sequence, layer, change] : prepared) {
+      sequence->layers[layer]->take(std::move(change), entries(layer, *sequence), stream_);
       tighten_lengths(layer);
     }
   }
@@ -412,39 +443,18 @@ class CudaBackend final : public Backend {
     for (const auto& [id, sequence] : sequences_) {
       const LayerStore& store = *sequence->layers[layer];
       compressed = std::max(compressed, store.compressed());
-      residents = std::max(residents, store.most_residents());
+      residents = std::max(residents, store.most_residents() + store.spare());
     }
     buffers_.tighten_lengths(layer, compressed, residents);
   }
 
-  // Decode: the oldest chunks of a local window that has outgrown its size; there is such a chunk.
-  // Waits for the stream.
-  void compress_outgrown_window(Sequence& sequence, std::size_t layer) {
-    const LayerStore& store = *sequence.layers[layer];
-    const LayerLengths lengths = lengths_of(store);
-    const std::vector<float> score =
-        store.window_scores(compressor_.outgrown(layer, lengths), stream_);
-    std::vector<HeadCompression> heads = compressor_.window(sequence.draw, layer, lengths, score);
-    apply(sequence, heads, {});
-  }
-
   // ---- Step
 
-  // The slots of the batch's rows. Whether the step adds to the scores of local windows.
-  bool fill_slots(const AttendBatch& batch, std::size_t layer) {
+  void fill_slots(const AttendBatch& batch) {
     std::vector<std::int32_t>& slots = buffers_.slots();
     slots.clear();
-    bool scores_window = false;
-    for (const SequenceId id : batch.sequences) {
-      if (id == kNoSequence) {
-        slots.push_back(-1);
-        continue;
-      }
-      const Sequence& sequence = find(id);
-      slots.push_back(static_cast<std::int32_t>(sequence.slot));
-      if (sequence.compressed_before[layer] && config_.chunk_tokens) scores_window = true;
-    }
-    return scores_window;
+    for (const SequenceId id : batch.sequences)
+      slots.push_back(id == kNoSequence ? -1 : static_cast<std::int32_t>(find(id).slot));
   }
 
   const CacheConfig config_;

@@ -48,30 +48,43 @@ ImportanceView host_copy(const ImportanceView& view, const Stream& stream,
   return {copy.data(), view.heads, view.tokens, view.tokens};
 }
 
+RowStaging::Piece RowStaging::piece_of(std::int64_t tokens, std::int64_t key_row,
+                                       std::int64_t value_row) {
+  Piece piece{};
+  piece.tokens = std::clamp<std::int64_t>(kStagingBytes / (4 * (key_row + value_row)), 1, tokens);
+  piece.key_bytes = round_up(4 * piece.tokens * key_row, kAlignment);
+  piece.bytes = piece.key_bytes + 4 * piece.tokens * value_row;
+  return piece;
+}
+
+void RowStaging::reserve(std::int64_t tokens, std::int64_t key_row, std::int64_t value_row,
+                         const Stream& stream) {
+  if (tokens == 0) return;
+  const Piece piece = piece_of(tokens, key_row, value_row);
+  if (piece.bytes <= device_.size()) return;
+  DeviceBuffer<std::byte> larger(piece.bytes, "appended rows");
+  packed_.reserve(size(4 * piece.tokens * std::max(key_row, value_row)));
+  stream.synchronize();
+  device_.swap(larger);
+}
+
 void RowStaging::each_piece(
     const TensorView& keys, const TensorView& values, const Stream& stream,
     const std::function<void(const TensorView&, const TensorView&, std::int64_t)>& f) {
   const std::int64_t key_row = keys.heads * keys.dim;
   const std::int64_t value_row = values.heads * values.dim;
-  const std::int64_t piece =
-      std::clamp<std::int64_t>(kStagingBytes / (4 * (key_row + value_row)), 1, keys.tokens);
-  const std::int64_t key_bytes = round_up(4 * piece * key_row, kAlignment);
-  const std::int64_t wanted = key_bytes + 4 * piece * value_row;
-  if (wanted > device_.size()) {
-    DeviceBuffer<std::byte> larger(wanted, "appended rows");
-    stream.synchronize();
-    device_.swap(larger);
-  }
+  reserve(keys.tokens, key_row, value_row, stream);
+  const Piece piece = piece_of(keys.tokens, key_row, value_row);
   const auto stage = [&](const TensorView& view, std::int64_t first, std::int64_t count,
                          std::byte* to) {
     pack(view, first, count, packed_);
     stream.copy_in(to, packed_.data(), packed_.size());
     return token_major(to, view.type, count, view.heads, view.dim);
   };
-  for (std::int64_t first = 0; first < keys.tokens; first += piece) {
-    const std::int64_t count = std::min(piece, keys.tokens - first);
+  for (std::int64_t first = 0; first < keys.tokens; first += piece.tokens) {
+    const std::int64_t count = std::min(piece.tokens, keys.tokens - first);
     const TensorView key_piece = stage(keys, first, count, device_.data());
-    const TensorView value_piece = stage(values, first, count, device_.data() + key_bytes);
+    const TensorView value_piece = stage(values, first, count, device_.data() + piece.key_bytes);
     f(key_piece, value_piece, first);
   }
 }

@@ -32,9 +32,20 @@ class RowStaging {
   // grows to the largest piece, which waits for the stream.
   void each_piece(const TensorView& keys, const TensorView& values, const Stream& stream,
                   const std::function<void(const TensorView&, const TensorView&, std::int64_t)>& f);
+  // Room for pieces of so many tokens, of rows of so many numbers; then each_piece of them allocates
+  // no device memory. Waits for the stream if the block grows.
+  void reserve(std::int64_t tokens, std::int64_t key_row, std::int64_t value_row,
+               const Stream& stream);
   std::int64_t bytes() const { return device_.bytes(); }
 
  private:
+  struct Piece {
+    std::int64_t tokens;
+    std::int64_t key_bytes;
+    std::int64_t bytes;
+  };
+  static Piece piece_of(std::int64_t tokens, std::int64_t key_row, std::int64_t value_row);
+
   DeviceBuffer<std::byte> device_;
   std::vector<std::byte> packed_;
 };

@@ -122,8 +122,18 @@ void LayerStore::allocate_residents(Change& change, std::int64_t spare) const {
   }
 }
 
-void LayerStore::allocate_window(Change& change, std::int64_t capacity) const {
+void LayerStore::allocate_window(Change& change, std::int64_t capacity, std::int64_t given_rows,
+                                 cudaStream_t stream) const {
   change.window_capacity = round_up(capacity, kCapacityUnit);
+  change.given_rows = given_rows;
+  change.given =
+      DeviceBuffer<float>(heads() * given_rows * change.window_capacity, "scores of queries");
+  change.has_given = DeviceBuffer<std::uint32_t>(given_rows > 0 ? heads() * kMostScoredTokens : 0,
+                                                 "scores of queries");
+  if (given_rows > 0) {
+    VERKV_CUDA_CHECK(
+        cudaMemsetAsync(change.has_given.data(), 0, size(change.has_given.bytes()), stream));
+  }
   change.window_square =
       DeviceBuffer<float>(heads() * change.window_capacity, "scores of the local window");
   change.window_steps =
@@ -133,6 +143,11 @@ void LayerStore::allocate_window(Change& change, std::int64_t capacity) const {
     const std::int64_t first = static_cast<std::int64_t>(h) * change.window_capacity;
     change.views[h].window_square = change.window_square.data() + first;
     change.views[h].window_steps = change.window_steps.data() + first;
+    if (given_rows == 0) continue;
+    change.views[h].given = change.given.data() + first * given_rows;
+    change.views[h].has_given =
+        change.has_given.data() + static_cast<std::int64_t>(h) * kMostScoredTokens;
+    change.views[h].given_stride = change.window_capacity;
   }
 }
 
@@ -153,15 +168,21 @@ void LayerStore::grow_host(Change& change, std::int64_t tokens, cudaStream_t str
   }
 }
 
-void LayerStore::reserve_append(std::int64_t count, HeadView* table, cudaStream_t stream) {
+void LayerStore::reserve_append(std::int64_t count, bool scores, HeadView* table,
+                                cudaStream_t stream) {
   const std::int64_t wanted = tokens() + count;
   const std::int64_t window = wanted - compressed();
+  const std::int64_t rows =
+      std::max(given_rows_, scores ? std::min(count, kMostScoredTokens) : std::int64_t{0});
   bool fits = true;
   for (std::size_t h = 0; h < views_.size(); ++h) {
     fits = fits && views_[h].residents() + count <= resident_capacity_[h];
   }
-  const bool window_fits = window <= window_capacity_;
-  if (fits && window_fits && wanted <= host_capacity_) return;
+  const bool window_fits = window <= window_capacity_ && rows <= given_rows_;
+  if (fits && window_fits && wanted <= host_capacity_) {
+    room_ = wanted;
+    return;
+  }
 
   // All that can fail comes before the first change that shows.
   Change change;
@@ -171,7 +192,11 @@ void LayerStore::reserve_append(std::int64_t count, HeadView* table, cudaStream_
     for (const HeadView& view : views_) spare = std::max(spare, view.residents() / 2);
     allocate_residents(change, spare);
   }
-  if (!window_fits) allocate_window(change, std::max(window, window_capacity_ * 3 / 2));
+  if (!window_fits) {
+    const std::int64_t larger =
+        window > window_capacity_ ? std::max(window, window_capacity_ * 3 / 2) : window_capacity_;
+    allocate_window(change, larger, rows, stream);
+  }
   grow_host(change, wanted, stream);
   if (!fits) {
     for (std::size_t h = 0; h < views_.size(); ++h) {
@@ -195,6 +220,7 @@ void LayerStore::reserve_append(std::int64_t count, HeadView* table, cudaStream_
                window_capacity_, used, heads(), stream);
   }
   take(std::move(change), table, stream);
+  room_ = wanted;
 }
 
 void LayerStore::append_rows(AppendArguments step, std::int64_t offset, bool counts,
@@ -206,7 +232,18 @@ void LayerStore::append_rows(AppendArguments step, std::int64_t offset, bool cou
 }
 
 void LayerStore::add_tokens(std::int64_t count) {
-  for (HeadView& view : views_) view.tokens += count;
+  for (HeadView& view : views_) {
+    view.first_scored = first_scored(view.tokens, view.tokens + count, view.given != nullptr);
+    view.tokens += count;
+  }
+}
+
+void LayerStore::truncate(std::int64_t tokens, HeadView* table, cudaStream_t stream) {
+  for (HeadView& view : views_) {
+    view.tokens = tokens;
+    view.first_scored = std::min(view.first_scored, tokens);
+  }
+  write_table(table, stream);
 }
 
 void LayerStore::write_views(std::span<const HeadView> views, HeadView* table,
@@ -246,8 +283,11 @@ void LayerStore::take(Change&& change, HeadView* table, cudaStream_t stream) {
   }
   if (change.moves_window) {
     window_capacity_ = change.window_capacity;
+    given_rows_ = change.given_rows;
     window_square_.swap(change.window_square);
     window_steps_.swap(change.window_steps);
+    given_.swap(change.given);
+    has_given_.swap(change.has_given);
   }
   write_table(table, stream);
 }
@@ -269,10 +309,10 @@ std::vector<float> LayerStore::window_scores(std::int64_t count, cudaStream_t st
   return score;
 }
 
-void LayerStore::clear_window_scores(cudaStream_t stream) {
-  if (window_square_.size() == 0) return;
-  VERKV_CUDA_CHECK(cudaMemsetAsync(window_square_.data(), 0, size(window_square_.bytes()), stream));
-  VERKV_CUDA_CHECK(cudaMemsetAsync(window_steps_.data(), 0, size(window_steps_.bytes()), stream));
+void LayerStore::settle(HeadView* table, cudaStream_t stream) {
+  if (given_rows_ == 0 || views_.front().first_scored == tokens()) return;
+  VERKV_CUDA_CHECK(launch_settle(*layer_, table, stream));
+  for (HeadView& view : views_) view.first_scored = view.tokens;
 }
 
 void LayerStore::add_memory(MemoryReport& report) const {
@@ -298,12 +338,14 @@ void LayerStore::add_memory(MemoryReport& report) const {
   const std::int64_t positions = heads() * end * kPositionBytes;
   used.basis_bytes += positions;
   for (const HeadOrder& order : orders_) used.basis_bytes += order.bytes();
-  used.metadata_bytes = 4 * residents + heads() * (2 * padded + 8 * (tokens() - end));
-  const std::int64_t allocated = host_.bytes() + resident_keys_.bytes() + resident_values_.bytes() +
-                                 resident_place_.bytes() + window_square_.bytes() +
-                                 window_steps_.bytes() + codes_.bytes() + scales_.bytes() +
-                                 odds_.bytes() + channel_means_.bytes() + basis_query_.bytes() +
-                                 centroids_.bytes() + spreads_.bytes();
+  const std::int64_t window = tokens() - end;
+  const std::int64_t queries = tokens() - views_.front().first_scored;
+  used.metadata_bytes = 4 * residents + heads() * (2 * padded + 8 * window + 4 * queries * window);
+  const std::int64_t allocated =
+      host_.bytes() + resident_keys_.bytes() + resident_values_.bytes() + resident_place_.bytes() +
+      window_square_.bytes() + window_steps_.bytes() + given_.bytes() + has_given_.bytes() +
+      codes_.bytes() + scales_.bytes() + odds_.bytes() + channel_means_.bytes() +
+      basis_query_.bytes() + centroids_.bytes() + spreads_.bytes();
   report.host_bytes += used.host_bytes;
   report.resident_bytes += used.resident_bytes;
   report.sketch_bytes += used.sketch_bytes;

@@ -4,6 +4,7 @@
 #ifndef VERKV_CUDA_STORE_HPP
 #define VERKV_CUDA_STORE_HPP
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -36,10 +37,14 @@ class LayerStore {
   // What the device's table should say of this layer's KV heads.
   std::span<const HeadView> views() const { return views_; }
 
-  // Room for `count` more tokens; afterwards append of them allocates nothing. If blocks had to be
+  // Room for `count` more tokens; afterwards append of them allocates nothing, also where a
+  // compression or a redraw comes between. scores: whether queries of these tokens are to score the
+  // local window; what earlier ones have given must have been taken in. If blocks had to be
   // replaced, `table`, the device's entries for this store, is written anew. Throws DeviceError and
   // changes nothing if memory is short.
-  void reserve_append(std::int64_t count, HeadView* table, cudaStream_t stream);
+  void reserve_append(std::int64_t count, bool scores, HeadView* table, cudaStream_t stream);
+  // Tokens that there is room for beyond those that are there.
+  std::int64_t spare() const { return std::max<std::int64_t>(0, room_ - tokens()); }
   // Enqueues the rows of `step`, whose first token is number `offset` of those being added; its
   // heads, first and counts are filled in here. counts: whether these are the last of the tokens
   // and the table should count them in.
@@ -47,6 +52,8 @@ class LayerStore {
                    cudaStream_t stream);
   // The host side counts the tokens in.
   void add_tokens(std::int64_t count);
+  // Keeps the first `tokens`, at least compressed(). Waits for the stream.
+  void truncate(std::int64_t tokens, HeadView* table, cudaStream_t stream);
   // Writes the whole table anew. Waits for the stream.
   void write_table(HeadView* table, cudaStream_t stream) const;
 
@@ -60,7 +67,10 @@ class LayerStore {
     DeviceBuffer<std::uint32_t> resident_place;
     DeviceBuffer<float> window_square;
     DeviceBuffer<std::uint32_t> window_steps;
+    DeviceBuffer<float> given;
+    DeviceBuffer<std::uint32_t> has_given;
     std::int64_t window_capacity = 0;
+    std::int64_t given_rows = 0;
     bool moves_window = false;
     std::int64_t most_residents = 0;
     HostBuffer host;  // where the host tier grows
@@ -76,10 +86,10 @@ class LayerStore {
 
   // Computes a compression: one element of `heads` per KV head, in order, all of the same positions
   // from compressed() on; their bases and orders are taken. spare: residents that each head should
-  // have room for beyond its own. zero_scores: the local window starts without scores. Room for the
-  // sketch and the bases stay if this throws. Waits for the stream.
-  Change compress(std::span<HeadCompression> heads, std::int64_t spare, bool zero_scores,
-                  HeadView* table, cudaStream_t stream);
+  // have room for beyond its own, at least. What queries have given must have been taken in. Room
+  // for the sketch and the bases stay if this throws. Waits for the stream.
+  Change compress(std::span<HeadCompression> heads, std::int64_t spare, HeadView* table,
+                  cudaStream_t stream);
   // Rows of one KV head on the host tier. What the stream has still to write is not there yet.
   Rows host_keys(std::int64_t head) const;
   Rows host_values(std::int64_t head) const;
@@ -109,7 +119,8 @@ class LayerStore {
   // window_score (src/window_score.hpp) of the first `count` tokens of the local window,
   // [KV head][token]. Waits for the stream.
   std::vector<float> window_scores(std::int64_t count, cudaStream_t stream) const;
-  void clear_window_scores(cudaStream_t stream);
+  // Enqueues that what queries have given is taken in.
+  void settle(HeadView* table, cudaStream_t stream);
 
   void add_memory(MemoryReport& report) const;
   const HostBuffer& host_tier() const { return host_; }
@@ -124,7 +135,9 @@ class LayerStore {
   void reserve_sketch(std::int64_t end, cudaStream_t stream);
   // Buffers for these numbers of residents and window tokens; views point into them.
   void allocate_residents(Change& change, std::int64_t spare) const;
-  void allocate_window(Change& change, std::int64_t capacity) const;
+  // given_rows: queries whose gifts there is room for. Enqueues on the stream.
+  void allocate_window(Change& change, std::int64_t capacity, std::int64_t given_rows,
+                       cudaStream_t stream) const;
   void set_views();
   static void write_views(std::span<const HeadView> views, HeadView* table, cudaStream_t stream);
 
@@ -170,8 +183,12 @@ class LayerStore {
   DeviceBuffer<std::byte> resident_values_;
   DeviceBuffer<std::uint32_t> resident_place_;
   std::int64_t window_capacity_ = 0;
+  std::int64_t given_rows_ = 0;
   DeviceBuffer<float> window_square_;
   DeviceBuffer<std::uint32_t> window_steps_;
+  DeviceBuffer<float> given_;  // [KV head][given_rows_][window_capacity_]
+  DeviceBuffer<std::uint32_t> has_given_;
+  std::int64_t room_ = 0;             // tokens
   std::int64_t sketch_capacity_ = 0;  // tokens of each head, whole groups
   DeviceBuffer<std::uint8_t> codes_;
   DeviceBuffer<Positive16> scales_;

@@ -176,7 +176,8 @@ void LayerStore::upload_clusters(std::span<const HeadCompression> compressions, 
 }
 
 LayerStore::Change LayerStore::compress(std::span<HeadCompression> compressions, std::int64_t spare,
-                                        bool zero_scores, HeadView* table, cudaStream_t stream) {
+                                        HeadView* table, cudaStream_t stream) {
+  spare = std::max(spare, this->spare());
   const std::int64_t begin = compressed();
   const std::int64_t end = compressions.front().end();
   if (coded() && begin == 0) take_bases(compressions, stream);
@@ -206,9 +207,9 @@ LayerStore::Change LayerStore::compress(std::span<HeadCompression> compressions,
   }
   const Draw drawn = upload(places, stream);
   allocate_residents(change, spare);
-  allocate_window(change, tokens() - end + spare);
+  allocate_window(change, tokens() - end + spare, given_rows_, stream);
   const DeviceBuffer<HeadView> next = gather(change, drawn, true, table, stream);
-  VERKV_CUDA_CHECK(launch_move_window(*layer_, table, next.data(), zero_scores, stream));
+  VERKV_CUDA_CHECK(launch_move_window(*layer_, table, next.data(), stream));
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
   return change;
 }
@@ -220,7 +221,7 @@ LayerStore::Change LayerStore::redraw(std::span<const Places> drawn, std::int64_
   for (std::size_t h = 0; h < change.views.size(); ++h)
     change.views[h].drawn = static_cast<std::int64_t>(drawn[h].size());
   const Draw copy = upload(drawn, stream);
-  allocate_residents(change, spare);
+  allocate_residents(change, std::max(spare, this->spare()));
   const DeviceBuffer<HeadView> next = gather(change, copy, false, table, stream);
   VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
   return change;

@@ -58,6 +58,13 @@ struct HeadView {
   // Scores of the local window, by position - compressed.
   float* window_square = nullptr;
   std::uint32_t* window_steps = nullptr;
+  // What the queries of tokens [first_scored, tokens) gave to the window and what has still to be
+  // taken in: row r is of position first_scored + r, and counts where has_given[r] is not 0. Null:
+  // queries do not score. [kMostScoredTokens rows at most][given_stride], and as many flags.
+  float* given = nullptr;
+  std::uint32_t* has_given = nullptr;
+  std::int64_t given_stride = 0;
+  std::int64_t first_scored = 0;
 
   VERKV_HD std::int64_t residents() const { return drawn + (tokens - compressed); }
 };
@@ -103,7 +110,6 @@ struct StepView {
   float* lse = nullptr;                      // [row][query head], or null
   QueryHeadReport* query_reports = nullptr;  // [row][query head]
   KvHeadReport* kv_reports = nullptr;        // [row][KV head]
-  bool score_window = false;                 // adds this step to the scores of the local window
   // Upper bounds over the rows: grids and strides of the workspace follow them, so that a captured
   // step stays valid while the lengths stay below.
   std::int64_t most_compressed = 0;

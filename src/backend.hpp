@@ -16,6 +16,22 @@
 
 namespace verkv {
 
+// Tokens that a layer of a sequence is to have room for, beyond those it has.
+struct Growth {
+  SequenceId sequence;
+  std::int64_t layer = 0;
+  std::int64_t tokens = 0;
+};
+
+// The next tokens of a sequence.
+struct AppendPart {
+  SequenceId sequence;
+  TensorView keys;
+  TensorView values;
+  // Whether there is room by an earlier reserve; if not, append reserves as that does.
+  bool reserved = false;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -27,9 +43,17 @@ class Backend {
   virtual std::int64_t tokens(SequenceId sequence, std::int64_t layer) const = 0;
   virtual std::int64_t compressed_tokens(SequenceId sequence, std::int64_t layer) const = 0;
 
-  // Throws InvalidArgument on a number that is not finite or does not fit the storage type.
-  virtual void append(SequenceId sequence, std::int64_t layer, const TensorView& keys,
-                      const TensorView& values) = 0;
+  // Whether queries of tokens that come now score the local window.
+  virtual bool scores_window(SequenceId sequence, std::int64_t layer) const = 0;
+
+  // Compresses what the local windows have outgrown, and makes room for the tokens, so that append
+  // of them fails for no want of memory. All or nothing. Each (sequence, layer) at most once.
+  virtual void reserve(std::span<const Growth> growths) = 0;
+  // All or nothing; each sequence at most once. Throws InvalidArgument on a number that is not
+  // finite or does not fit the storage type.
+  virtual void append(std::int64_t layer, std::span<const AppendPart> parts) = 0;
+  // Keeps the first `tokens`, not fewer than are compressed nor more than there are.
+  virtual void truncate(SequenceId sequence, std::int64_t layer, std::int64_t tokens) = 0;
   // One view per layer; those of layers that are not compressed are not looked at.
   // prompt_queries: likewise, or empty. Throws InvalidArgument on a score that is negative or not
   // finite and on a query that is used and not finite.

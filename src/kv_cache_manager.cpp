@@ -2,17 +2,23 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <span>
+#include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "call_mutex.hpp"
 #include "invalid.hpp"
 #include "manager_access.hpp"
 #include "settings.hpp"
+#include "view_checks.hpp"
+#include "window_score.hpp"
 
 namespace verkv {
 namespace {
@@ -21,97 +27,6 @@ namespace {
 constexpr std::int64_t kMaxTokens = (std::int64_t{1} << 32) - 1;
 // Position and score of a token of the local window.
 constexpr std::int64_t kWindowMetadataBytes = 12;
-
-std::uint64_t magnitude(std::int64_t x) {
-  const std::uint64_t bits = static_cast<std::uint64_t>(x);
-  return x < 0 ? 0 - bits : bits;
-}
-
-// Whether one axis is nested in the other, so that no two rows meet. There is a row.
-bool rows_are_disjoint(const TensorView& view) {
-  struct Axis {
-    std::uint64_t count = 1;
-    std::uint64_t stride = 0;
-  };
-  Axis inner{magnitude(view.tokens), magnitude(view.token_stride)};
-  Axis outer{magnitude(view.heads), magnitude(view.head_stride)};
-  // The stride of an axis with one element is never used.
-  if (outer.count == 1 || (inner.count > 1 && inner.stride > outer.stride)) std::swap(inner, outer);
-  const std::uint64_t row = magnitude(view.dim);
-  if (inner.count > 1 && inner.stride < row) return false;
-  if (outer.count == 1) return true;
-  if (outer.stride < row) return false;
-  // outer.stride >= (inner.count - 1) * inner.stride + row, without overflow.
-  return inner.count == 1 || (outer.stride - row) / inner.stride >= inner.count - 1;
-}
-
-void check_rows(const char* what, const TensorView& view, std::int64_t heads, std::int64_t dim) {
-  if (!is_known(view.type)) {
-    invalid("{}: element type {}; f32, f16 and bf16 are supported", what,
-            static_cast<int>(view.type));
-  }
-  if (view.tokens < 0) invalid("{}: {} tokens; the number cannot be negative", what, view.tokens);
-  if (view.heads != heads) invalid("{}: {} heads given, the layer has {}", what, view.heads, heads);
-  if (view.dim != dim) invalid("{}: head size {} given, the layer has {}", what, view.dim, dim);
-  if (view.tokens == 0) return;
-  if (!rows_are_disjoint(view)) {
-    invalid(
-        "{}: strides of {} elements a token and {} a head for {} tokens and {} heads of {} "
-        "elements "
-        "make rows share memory; the smaller must span a row, the larger all rows of the smaller",
-        what, view.token_stride, view.head_stride, view.tokens, view.heads, view.dim);
-  }
-  if (view.data == nullptr) invalid("{}: null data for {} tokens", what, view.tokens);
-  const std::size_t element = size_bytes(view.type);
-  const std::size_t off = reinterpret_cast<std::uintptr_t>(view.data) % element;
-  if (off != 0) {
-    invalid("{}: data {} bytes past a multiple of {}, the size of an {} element", what, off,
-            element, name(view.type));
-  }
-}
-
-void check_importance(std::size_t i, const ImportanceView& view, const LayerConfig& layer,
-                      std::int64_t open) {
-  if (view.heads != layer.kv_heads || view.tokens != open) {
-    invalid(
-        "layer {}: importance of {} heads and {} tokens given; {} heads and {} tokens that are not "
-        "yet compressed are expected",
-        i, view.heads, view.tokens, layer.kv_heads, open);
-  }
-  if (open > 0 && view.data == nullptr) invalid("layer {}: null importance for {} tokens", i, open);
-  if (view.heads > 1 && view.head_stride < open && view.head_stride > -open) {
-    invalid(
-        "layer {}: importance of {} heads with a stride of {} elements; their {} tokens need at "
-        "least "
-        "as many, or heads share scores",
-        i, view.heads, view.head_stride, open);
-  }
-}
-
-// Sizes of a batch's spans and of its queries.
-void check_batch(const AttendBatch& batch, const LayerConfig& layer) {
-  const std::int64_t rows = static_cast<std::int64_t>(batch.sequences.size());
-  check_rows("queries", batch.queries, layer.query_heads, layer.key_dim);
-  if (batch.queries.tokens != rows)
-    invalid("queries of {} rows for {} sequences", batch.queries.tokens, rows);
-  const std::size_t query_count = static_cast<std::size_t>(rows * layer.query_heads);
-  const std::size_t kv_count = static_cast<std::size_t>(rows * layer.kv_heads);
-  if (batch.output.size() != query_count * static_cast<std::size_t>(layer.value_dim)) {
-    invalid("output of {} numbers for {} rows of {} heads of {}", batch.output.size(), rows,
-            layer.query_heads, layer.value_dim);
-  }
-  if (!batch.lse.empty() && batch.lse.size() != query_count) {
-    invalid("LSE of {} numbers for {} rows of {} heads", batch.lse.size(), rows, layer.query_heads);
-  }
-  if (!batch.query_reports.empty() && batch.query_reports.size() != query_count) {
-    invalid("{} query head reports for {} rows of {} heads", batch.query_reports.size(), rows,
-            layer.query_heads);
-  }
-  if (!batch.kv_reports.empty() && batch.kv_reports.size() != kv_count) {
-    invalid("{} KV head reports for {} rows of {} heads", batch.kv_reports.size(), rows,
-            layer.kv_heads);
-  }
-}
 
 // to += sign * one.
 void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign = 1) {
@@ -132,6 +47,17 @@ struct KvCacheManager::Impl {
   CallMutex mutex;
   struct Sequence {
     std::uint64_t last_batch = 0;  // finds a sequence that appears twice in one batch
+    // [layer]: `reserve` has made room for so many tokens.
+    std::vector<std::int64_t> reserved;
+  };
+  // Bytes by tier.
+  struct Bytes {
+    std::int64_t host = 0;
+    std::int64_t fast = 0;
+    void add(const Bytes& other, std::int64_t sign = 1) {
+      host += sign * other.host;
+      fast += sign * other.fast;
+    }
   };
 
   CacheConfig config;
@@ -141,6 +67,10 @@ struct KvCacheManager::Impl {
   std::uint64_t batch_count = 0;
   // Of all sequences, without the workspace: kept, so that nobody has to sum over sequences.
   MemoryReport total;
+  // What `reserve` has promised to tokens that are not there yet, likewise.
+  Bytes promised;
+  // Of a batched append; with room for every sequence.
+  std::vector<AppendPart> parts;
 
   Sequence& find(SequenceId id) {
     const auto it = sequences.find(id.value);
@@ -159,62 +89,160 @@ struct KvCacheManager::Impl {
 
   static bool compressible(const LayerConfig& l) { return l.cached && !l.dense; }
 
+  // Calls f(sequence, layer) for the layers that are cached.
+  auto all_layers(SequenceId id) const {
+    return [this, id](auto&& f) {
+      for (std::size_t i = 0; i < config.layers.size(); ++i) {
+        if (config.layers[i].cached) f(id, static_cast<std::int64_t>(i));
+      }
+    };
+  }
+
   MemoryReport held(SequenceId id) const noexcept {
     MemoryReport sum;
-    for (std::size_t i = 0; i < config.layers.size(); ++i) {
-      if (config.layers[i].cached) add(sum, backend->memory(id, static_cast<std::int64_t>(i)));
-    }
+    all_layers(id)([&](SequenceId, std::int64_t layer) { add(sum, backend->memory(id, layer)); });
     return sum;
   }
 
-  // Calls change(), which may change what the sequence holds in one layer (or in all), and keeps
-  // the total right even where it throws: an operation that fails may have reserved.
-  template <class Change>
-  void booked(SequenceId id, std::optional<std::int64_t> layer, Change&& change) {
+  void book(SequenceId id, std::int64_t layer, std::int64_t sign) noexcept {
+    add(total, backend->memory(id, layer), sign);
+    promised.add(promise(id, layer), sign);
+  }
+
+  // Calls change(), which may change what sequences hold in the layers that each(f) calls f with,
+  // and keeps the totals right even where it throws: an operation that fails may have reserved.
+  template <class Each, class Change>
+  void booked(const Each& each, Change&& change) {
     struct Booking {
       Impl& impl;
-      SequenceId id;
-      std::optional<std::int64_t> layer;
+      const Each& each;
 
-      Booking(Impl& to, SequenceId sequence, std::optional<std::int64_t> one)
-          : impl(to), id(sequence), layer(one) {
-        add(impl.total, now(), -1);
-      }
-      ~Booking() { add(impl.total, now()); }
-      MemoryReport now() const noexcept {
-        return layer ? impl.backend->memory(id, *layer) : impl.held(id);
+      Booking(Impl& to, const Each& all) : impl(to), each(all) { book(-1); }
+      ~Booking() { book(1); }
+      void book(std::int64_t sign) noexcept {
+        each([&](SequenceId id, std::int64_t layer) { impl.book(id, layer, sign); });
       }
     };
-    const Booking booking(*this, id, layer);
+    const Booking booking(*this, each);
     change();
   }
 
-  void check_limits(const LayerConfig& l, std::int64_t tokens) const {
-    const std::int64_t rows = tokens * l.kv_heads;
-    const std::int64_t added =
+  // What `count` more tokens take at most, before anything is compressed.
+  Bytes bytes_of(SequenceId id, std::int64_t layer, std::int64_t count) const noexcept {
+    const LayerConfig& l = config.layers[static_cast<std::size_t>(layer)];
+    const std::int64_t rows = count * l.kv_heads;
+    Bytes bytes;
+    bytes.host =
         rows * (l.key_dim + l.value_dim) * static_cast<std::int64_t>(size_bytes(config.storage));
-    const auto check = [](const char* tier, std::int64_t used, std::int64_t wanted,
+    bytes.fast = bytes.host + rows * kWindowMetadataBytes;
+    if (count > 0 && backend->scores_window(id, layer)) {
+      const std::int64_t window =
+          backend->tokens(id, layer) - backend->compressed_tokens(id, layer) + count;
+      bytes.fast +=
+          l.kv_heads * given_numbers(count, window) * static_cast<std::int64_t>(sizeof(float));
+    }
+    return bytes;
+  }
+
+  Bytes promise(SequenceId id, std::int64_t layer) const noexcept {
+    const std::vector<std::int64_t>& reserved = sequences.find(id.value)->second.reserved;
+    const std::int64_t left =
+        reserved[static_cast<std::size_t>(layer)] - backend->tokens(id, layer);
+    return left > 0 ? bytes_of(id, layer, left) : Bytes{};
+  }
+
+  // freed: of what is promised, what is asked for anew.
+  void check_limits(const Bytes& wanted, const Bytes& freed) const {
+    const auto check = [](const char* tier, std::int64_t used, std::int64_t kept, std::int64_t more,
                           std::optional<std::int64_t> limit) {
-      if (limit && used + wanted > *limit) {
-        throw CapacityError(
-            fmt::format("{} tier: {} bytes in use and {} more wanted, the limit is {}", tier, used,
-                        wanted, *limit));
-      }
+      if (!limit || used + kept + more <= *limit) return;
+      const std::string also = kept > 0 ? fmt::format(", {} reserved for others", kept) : "";
+      throw CapacityError(
+          fmt::format("{} tier: {} bytes in use{} and {} more wanted, the limit is {}", tier, used,
+                      also, more, *limit));
     };
-    check("host", total.host_bytes, added, config.host_bytes_limit);
-    check("fast", total.fast_bytes(), added + rows * kWindowMetadataBytes, config.fast_bytes_limit);
+    check("host", total.host_bytes, promised.host - freed.host, wanted.host,
+          config.host_bytes_limit);
+    check("fast", total.fast_bytes(), promised.fast - freed.fast, wanted.fast,
+          config.fast_bytes_limit);
+  }
+
+  void check_length(SequenceId id, std::int64_t layer, std::int64_t count) const {
+    const std::int64_t held_now = backend->tokens(id, layer);
+    if (count <= kMaxTokens - held_now) return;
+    const std::uint64_t wanted =
+        static_cast<std::uint64_t>(held_now) + static_cast<std::uint64_t>(count);
+    throw CapacityError(
+        fmt::format("{} tokens would be held; a sequence has at most {}", wanted, kMaxTokens));
+  }
+
+  // Fills `parts`, a part for each run of consecutive rows of a sequence.
+  void cut_into_parts(const AppendBatch& batch) {
+    parts.clear();
+    ++batch_count;
+    for (std::size_t row = 0; row < batch.sequences.size();) {
+      const SequenceId id = batch.sequences[row];
+      std::size_t end = row + 1;
+      while (end < batch.sequences.size() && batch.sequences[end] == id) ++end;
+      if (id != kNoSequence) {
+        mark_run(find(id), id, row);
+        AppendPart part{id, batch.keys, batch.values};
+        for (TensorView* view : {&part.keys, &part.values}) {
+          view->data = view->row(static_cast<std::int64_t>(row), 0);
+          view->tokens = static_cast<std::int64_t>(end - row);
+        }
+        parts.push_back(part);
+      }
+      row = end;
+    }
+  }
+
+  // The first row of a run of rows of one sequence.
+  void mark_run(Sequence& sequence, SequenceId id, std::size_t row) const {
+    if (sequence.last_batch == batch_count) {
+      invalid("sequence {} appears again in row {}; its rows in a batch must be consecutive",
+              id.value, row);
+    }
+    sequence.last_batch = batch_count;
+  }
+
+  // Whether `reserve` has made room already.
+  bool is_reserved(const AppendPart& part, std::int64_t layer) {
+    return backend->tokens(part.sequence, layer) + part.keys.tokens <=
+           find(part.sequence).reserved[static_cast<std::size_t>(layer)];
+  }
+
+  // Each sequence at most once.
+  void append(std::int64_t layer, std::span<AppendPart> all) {
+    Bytes wanted;
+    Bytes freed;
+    for (AppendPart& part : all) {
+      check_length(part.sequence, layer, part.keys.tokens);
+      part.reserved = is_reserved(part, layer);
+      if (part.reserved) continue;
+      wanted.add(bytes_of(part.sequence, layer, part.keys.tokens));
+      freed.add(promise(part.sequence, layer));
+    }
+    if (wanted.host > 0) check_limits(wanted, freed);
+    const auto each = [&](auto&& f) {
+      for (const AppendPart& part : all) f(part.sequence, layer);
+    };
+    booked(each, [&] { backend->append(layer, all); });
   }
 
   SequenceId create(std::uint64_t draw) {
     const SequenceId id{next_sequence};
-    sequences.emplace(id.value, Sequence{});
+    parts.reserve(sequences.size() + 1);
+    Sequence sequence;
+    sequence.reserved.resize(config.layers.size());
+    sequences.emplace(id.value, std::move(sequence));
     try {
       backend->create(id, draw);
     } catch (...) {
       sequences.erase(id.value);
       throw;
     }
-    add(total, held(id));
+    all_layers(id)([this](SequenceId one, std::int64_t layer) { book(one, layer, 1); });
     ++next_sequence;
     return id;
   }
@@ -262,7 +290,8 @@ SequenceId KvCacheManager::create_sequence(std::uint64_t draw) {
 void KvCacheManager::erase(SequenceId sequence) {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
-  add(impl_->total, impl_->held(sequence), -1);
+  impl_->all_layers(sequence)(
+      [this](SequenceId one, std::int64_t layer) { impl_->book(one, layer, -1); });
   impl_->backend->release(sequence);
   impl_->sequences.erase(sequence.value);
 }
@@ -285,26 +314,72 @@ void KvCacheManager::append(SequenceId sequence, std::int64_t layer_index, const
                             const TensorView& values) {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
-  const LayerConfig& layer = impl_->layer(layer_index);
-  check_rows("keys", keys, layer.kv_heads, layer.key_dim);
-  check_rows("values", values, layer.kv_heads, layer.value_dim);
-  if (keys.tokens != values.tokens) {
-    invalid("{} tokens of keys but {} of values", keys.tokens, values.tokens);
-  }
-  const std::int64_t held = impl_->backend->tokens(sequence, layer_index);
-  if (keys.tokens > kMaxTokens - held) {
-    throw CapacityError(fmt::format("{} tokens would be held; a sequence has at most {}",
-                                    held + keys.tokens, kMaxTokens));
-  }
-  impl_->check_limits(layer, keys.tokens);
-  impl_->booked(sequence, layer_index,
-                [&] { impl_->backend->append(sequence, layer_index, keys, values); });
+  check_tokens(keys, values, impl_->layer(layer_index));
+  if (keys.tokens == 0) return;
+  AppendPart part{sequence, keys, values};
+  impl_->append(layer_index, std::span(&part, 1));
+}
+
+void KvCacheManager::append(std::int64_t layer_index, const AppendBatch& batch) {
+  const std::lock_guard lock(impl_->mutex);
+  check_batch(batch, impl_->layer(layer_index));
+  impl_->cut_into_parts(batch);
+  impl_->append(layer_index, impl_->parts);
+}
+
+void KvCacheManager::reserve(SequenceId id, std::int64_t tokens) {
+  const std::lock_guard lock(impl_->mutex);
+  Impl::Sequence& sequence = impl_->find(id);
+  if (tokens < 0) invalid("{} tokens reserved; the number cannot be negative", tokens);
+  Impl::Bytes wanted;
+  Impl::Bytes freed;
+  std::vector<Growth> growths;
+  const auto each = impl_->all_layers(id);
+  each([&](SequenceId, std::int64_t layer) {
+    impl_->check_length(id, layer, tokens);
+    wanted.add(impl_->bytes_of(id, layer, tokens));
+    freed.add(impl_->promise(id, layer));
+    growths.push_back({id, layer, tokens});
+  });
+  if (tokens > 0) impl_->check_limits(wanted, freed);
+  impl_->booked(each, [&] {
+    impl_->backend->reserve(growths);
+    each([&](SequenceId, std::int64_t layer) {
+      sequence.reserved[static_cast<std::size_t>(layer)] =
+          impl_->backend->tokens(id, layer) + tokens;
+    });
+  });
+}
+
+Truncation KvCacheManager::truncate(SequenceId id, std::int64_t tokens) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->find(id);
+  if (tokens < 0) invalid("{} tokens to keep; the number cannot be negative", tokens);
+  const auto each = impl_->all_layers(id);
+  std::int64_t longest = 0;
+  Truncation result;
+  each([&](SequenceId, std::int64_t layer) {
+    const std::int64_t held = impl_->backend->tokens(id, layer);
+    const std::int64_t compressed = impl_->backend->compressed_tokens(id, layer);
+    longest = std::max(longest, held);
+    if (held <= tokens || compressed <= std::max(tokens, result.least_tokens)) return;
+    result = {false, layer, compressed};
+  });
+  if (tokens > longest)
+    invalid("{} tokens to keep; sequence {} has at most {} in a layer", tokens, id.value, longest);
+  if (!result) return result;
+  impl_->booked(each, [&] {
+    each([&](SequenceId, std::int64_t layer) {
+      if (impl_->backend->tokens(id, layer) > tokens) impl_->backend->truncate(id, layer, tokens);
+    });
+  });
+  return result;
 }
 
 void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceView> importance,
                               std::span<const TensorView> prompt_queries) {
   const std::lock_guard lock(impl_->mutex);
-  impl_->find(sequence);
+  Impl::Sequence& found = impl_->find(sequence);
   const CacheConfig& config = impl_->config;
   if (importance.size() != config.layers.size()) {
     invalid("importance of {} layers given, the configuration has {}", importance.size(),
@@ -324,14 +399,17 @@ void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceVie
     if (prompt_queries.empty() || prompt_queries[i].tokens == 0) continue;
     check_rows("prompt queries", prompt_queries[i], layer.query_heads, layer.key_dim);
   }
-  impl_->booked(sequence, std::nullopt,
-                [&] { impl_->backend->compress(sequence, importance, prompt_queries); });
+  impl_->booked(impl_->all_layers(sequence), [&] {
+    impl_->backend->compress(sequence, importance, prompt_queries);
+    // Its tokens have no room for what their queries will give.
+    std::fill(found.reserved.begin(), found.reserved.end(), std::int64_t{0});
+  });
 }
 
 void KvCacheManager::redraw(SequenceId sequence, std::uint64_t draw) {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
-  impl_->booked(sequence, std::nullopt, [&] { impl_->backend->redraw(sequence, draw); });
+  impl_->booked(impl_->all_layers(sequence), [&] { impl_->backend->redraw(sequence, draw); });
 }
 
 void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) {

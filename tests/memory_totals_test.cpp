@@ -121,11 +121,20 @@ class CountingBackend final : public verkv::Backend {
   std::int64_t compressed_tokens(SequenceId id, std::int64_t) const override {
     return touched(id), 0;
   }
-  void append(SequenceId id, std::int64_t layer, const TensorView& keys,
-              const TensorView&) override {
-    touched(id);
-    lengths_[id.value][layer] += keys.tokens;
+  bool scores_window(SequenceId id, std::int64_t) const override { return touched(id), false; }
+  void reserve(std::span<const verkv::Growth> growths) override {
+    for (const verkv::Growth& growth : growths) touched(growth.sequence);
+  }
+  void append(std::int64_t layer, std::span<const verkv::AppendPart> parts) override {
+    for (const verkv::AppendPart& part : parts) {
+      touched(part.sequence);
+      lengths_[part.sequence.value][layer] += part.keys.tokens;
+    }
     if (fails) throw verkv::DeviceError("after memory was taken", 2, true);
+  }
+  void truncate(SequenceId id, std::int64_t layer, std::int64_t tokens) override {
+    touched(id);
+    lengths_[id.value][layer] = tokens;
   }
   void compress(SequenceId id, std::span<const ImportanceView>,
                 std::span<const TensorView>) override {

@@ -68,15 +68,43 @@ class VERKV_API KvCacheManager {
   // any strides and types, converted to CacheConfig::storage. Zero tokens are fine. The cost does
   // not depend on the number of sequences, except on a device where a chunk goes (below): its step
   // buffers are fitted to the lengths of all sequences.
-  // During decode a local window that has outgrown local_tokens + chunk_tokens gives up its oldest
-  // chunk_tokens: they are compressed with the root mean square of the attention probability they
-  // received as importance. Only sequences that `compress` has been called for do so. Tokens that
-  // no step has attended to have no score and share the budget evenly; to give a second prompt its
-  // own importance, leave chunk_tokens without a value and call compress.
+  // Beyond what `reserve` has made room for, a call begins as `reserve` of its tokens, for its
+  // layer: a local window that has outgrown local_tokens + chunk_tokens by then gives up its oldest
+  // chunk_tokens, before the new ones come. They are compressed with the root mean square of the
+  // attention probability they received as importance. Only sequences that `compress` has been
+  // called for do so. Tokens that no step has attended to have no score and share the budget
+  // evenly; to give a second prompt its own importance, leave chunk_tokens without a value and call
+  // compress.
   // Throws InvalidArgument on a wrong shape or type, and on a number that is not finite or does not
-  // fit the storage type; CapacityError on a byte limit.
+  // fit the storage type; CapacityError on a byte limit; std::bad_alloc, on a device DeviceError,
+  // where memory is short.
   void append(SequenceId sequence, std::int64_t layer, const TensorView& keys,
               const TensorView& values);
+
+  // The same for many sequences, all or nothing. Throws InvalidArgument also on a sequence that is
+  // unknown or whose rows are not consecutive.
+  void append(std::int64_t layer, const AppendBatch& batch);
+
+  // Makes room for so many more tokens in every cached layer, and compresses what the local windows
+  // have outgrown. Until then, appends to the sequence fail neither for memory nor for a byte limit
+  // (which counts the reservation as used), compress nothing and, on the CPU, allocate nothing:
+  // steps one by one and steps together give the same bits. All or nothing. Takes the place of an
+  // earlier reservation; 0 tokens: compresses, and gives the room of an earlier one up, as `compress`
+  // does.
+  // Throws InvalidArgument on a negative number or an unknown sequence; CapacityError on a limit;
+  // std::bad_alloc, on a device DeviceError, where memory is short.
+  void reserve(SequenceId sequence, std::int64_t tokens);
+
+  // Goes back to the first `tokens` tokens; layers that hold fewer stay as they are, so that a token
+  // which some layers have already got can be taken back. A sequence goes back as far as its local
+  // window, all tokens where nothing is compressed: further back it says so, and nothing changes.
+  // Answers and later compressions are then, bit for bit, as if the tokens had never come. Two
+  // things stay: a chunk that was compressed before they came, and what tokens of earlier appends
+  // had given to the scores of others. Costs little, frees nothing; a reservation still ends where
+  // it did.
+  // Throws InvalidArgument on an unknown sequence, and on a number that is negative or above the
+  // tokens of every layer.
+  Truncation truncate(SequenceId sequence, std::int64_t tokens);
 
   // Compresses every layer: all tokens but the last local_tokens leave the fast tier, except those
   // drawn.

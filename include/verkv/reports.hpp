@@ -51,6 +51,25 @@ struct KvHeadReport {
   bool limited = false;              // FetchConfig::limit_tokens cut the plan
 };
 
+// Tokens of one layer. Row i is the next token of sequences[i]; consecutive rows of a sequence are
+// its next tokens, in order. Rows of kNoSequence are skipped.
+struct AppendBatch {
+  std::span<const SequenceId> sequences;
+  TensorView keys;    // [row][KV head][key_dim]; f32, f16 or bf16, any strides
+  TensorView values;  // [row][KV head][value_dim]
+};
+
+// What KvCacheManager::truncate came to.
+struct Truncation {
+  // false: nothing has changed, because `layer` has compressed its first `least_tokens` tokens and
+  // cannot go back further. Of several such layers, the one that has compressed the most.
+  bool done = true;
+  std::int64_t layer = -1;
+  std::int64_t least_tokens = 0;
+
+  explicit operator bool() const { return done; }
+};
+
 // One decode step of a ragged batch. Row i attends with sequences[i]; a sequence may appear once.
 // Outputs and reports must not overlap each other nor any input. Sizes are exact.
 struct AttendBatch {
@@ -72,7 +91,8 @@ struct MemoryReport {
   std::int64_t resident_bytes = 0;  // keys and values on the fast tier, local window included
   // Codes, scales, channel means, the queries' side of a basis, centroids and spreads of clusters.
   std::int64_t sketch_bytes = 0;
-  std::int64_t metadata_bytes = 0;  // odds, places, scores of the local window
+  // Odds, places, scores of the local window, and what the queries of its last tokens gave to them.
+  std::int64_t metadata_bytes = 0;
   std::int64_t host_bytes = 0;      // keys and values on the host tier
   // Main memory, for tokens to come, for redraws and to find moved tokens: a calibrated sketch's
   // basis, the order of compressed tokens.

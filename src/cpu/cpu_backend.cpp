@@ -89,26 +89,45 @@ class CpuBackend final : public Backend {
     return find(id).layers[static_cast<std::size_t>(layer)].front().compressed();
   }
 
-  void append(SequenceId id, std::int64_t layer_index, const TensorView& keys,
-              const TensorView& values) override {
+  bool scores_window(SequenceId id, std::int64_t layer) const override {
+    return config_.chunk_tokens && find(id).compressed_before[static_cast<std::size_t>(layer)];
+  }
+
+  void reserve(std::span<const Growth> growths) override {
+    std::vector<Prepared> prepared;
+    for (const Growth& growth : growths) {
+      prepared.push_back(prepare_outgrown(growth));
+      make_room(growth);
+    }
+    // Nothing fails from here on.
+    for (Prepared& one : prepared) commit(one);
+  }
+
+  void append(std::int64_t layer_index, std::span<const AppendPart> parts) override {
+    for (const AppendPart& part : parts) {
+      check_stored("keys", part.keys, config_.storage);
+      check_stored("values", part.values, config_.storage);
+    }
+    // Allocates nothing where there is room already.
+    std::vector<Growth> growths;
+    for (const AppendPart& part : parts) {
+      if (!part.reserved) growths.push_back({part.sequence, layer_index, part.keys.tokens});
+    }
+    if (!growths.empty()) reserve(growths);
     const std::size_t layer = static_cast<std::size_t>(layer_index);
-    const LayerShape& shape = shapes_[layer];
-    Sequence& sequence = find(id);
-    check_stored("keys", keys, config_.storage);
-    check_stored("values", values, config_.storage);
-    std::vector<HeadStore>& heads = sequence.layers[layer];
-    for (HeadStore& head : heads) head.reserve_append(shape, keys.tokens);
-    make_room(layer, heads.front().tokens() + keys.tokens);
-    for (std::size_t h = 0; h < heads.size(); ++h) {
-      heads[h].append(shape, keys, values, static_cast<std::int64_t>(h));
+    for (const AppendPart& part : parts) {
+      const bool scores = scores_window(part.sequence, layer_index);
+      std::vector<HeadStore>& heads = find(part.sequence).layers[layer];
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        heads[h].append(shapes_[layer], part.keys, part.values, static_cast<std::int64_t>(h),
+                        scores);
+      }
     }
-    if (!sequence.compressed_before[layer]) return;
-    try {
-      compress_outgrown_window(sequence, layer);
-    } catch (const std::bad_alloc&) {
-      // The tokens are in and correct; the window only stays larger until a later append finds the
-      // memory.
-    }
+  }
+
+  void truncate(SequenceId id, std::int64_t layer, std::int64_t tokens) override {
+    const std::size_t index = static_cast<std::size_t>(layer);
+    for (HeadStore& head : find(id).layers[index]) head.truncate(shapes_[index], tokens);
   }
 
   void compress(SequenceId id, std::span<const ImportanceView> importance,
@@ -119,7 +138,8 @@ class CpuBackend final : public Backend {
       lengths.push_back(heads.empty() ? LayerLengths{} : lengths_of(heads));
     std::vector<HeadCompression> heads = compressor_.prompt(sequence.draw, lengths, importance);
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
-    apply(sequence, heads, prompt_queries);
+    Prepared prepared = prepare(sequence, std::move(heads), prompt_queries);
+    commit(prepared);
     for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
       if (compressor_.compresses(layer)) sequence.compressed_before[layer] = true;
     }
@@ -184,7 +204,6 @@ class CpuBackend final : public Backend {
         return;
       }
       Sequence& sequence = find(id);
-      step.score_window = sequence.compressed_before[layer] && config_.chunk_tokens;
       run_step(kernels_, shape, workspaces_.rules(),
                sequence.layers[layer][static_cast<std::size_t>(head)], workspaces_.of(worker),
                step);
@@ -263,15 +282,32 @@ class CpuBackend final : public Backend {
   }
 
   // Room for steps on a layer of this many tokens. Neither its residents nor its compressed tokens
-  // are ever more, so this is needed only where tokens come in: by append, and once at the start.
+  // are ever more, so this is needed only where tokens come in: by reserve, and once at the start.
   void make_room(std::size_t layer, std::int64_t tokens) {
     const bool compresses = compressor_.compresses(layer) && config_.keep < 1;
     workspaces_.reserve(shapes_[layer], compresses ? tokens : 0, tokens);
   }
 
-  // Fails only before anything has changed.
-  void apply(Sequence& sequence, std::span<HeadCompression> heads,
-             std::span<const TensorView> prompt_queries) {
+  void make_room(const Growth& growth) {
+    const std::size_t layer = static_cast<std::size_t>(growth.layer);
+    std::vector<HeadStore>& heads = find(growth.sequence).layers[layer];
+    const bool scores = scores_window(growth.sequence, growth.layer);
+    for (HeadStore& head : heads) head.reserve_append(shapes_[layer], growth.tokens, scores);
+    make_room(layer, heads.front().tokens() + growth.tokens);
+  }
+
+  // A compression that only has to be put in force.
+  struct Prepared {
+    Sequence* sequence = nullptr;
+    std::vector<HeadCompression> heads;
+    // Of each thread.
+    std::vector<float> scratch;
+    std::size_t scratch_size = 0;
+  };
+
+  // Changes nothing that shows. heads: those of whole layers, or none.
+  Prepared prepare(Sequence& sequence, std::vector<HeadCompression> heads,
+                   std::span<const TensorView> prompt_queries) {
     const auto store_of = [&](const HeadCompression& head) -> HeadStore& {
       return sequence.layers[head.layer][head.head];
     };
@@ -298,33 +334,46 @@ class CpuBackend final : public Backend {
       store.reserve(head.order);
       largest_dim = std::max(largest_dim, shape.config.key_dim);
     }
-    const std::size_t scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
-    std::vector<float> scratch(static_cast<std::size_t>(pool_.size()) * scratch_size);
-    // Nothing fails from here on.
-    for (HeadCompression& head : heads) {
+    Prepared result;
+    result.sequence = &sequence;
+    result.scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
+    result.scratch.resize(static_cast<std::size_t>(pool_.size()) * result.scratch_size);
+    result.heads = std::move(heads);
+    return result;
+  }
+
+  void commit(Prepared& prepared) noexcept {
+    const auto store_of = [&](const HeadCompression& head) -> HeadStore& {
+      return prepared.sequence->layers[head.layer][head.head];
+    };
+    for (HeadCompression& head : prepared.heads) {
       if (compressor_.needs_basis(head)) store_of(head).take(std::move(head.basis));
       store_of(head).take(std::move(head.order));
     }
-    pool_.run(static_cast<std::int64_t>(heads.size()), [&](int worker, std::int64_t index) {
-      const HeadCompression& head = heads[static_cast<std::size_t>(index)];
-      store_of(head).compress(shapes_[head.layer], kernels_, head.odds, head.drawn, head.clusters,
-                              std::span(scratch).subspan(
-                                  static_cast<std::size_t>(worker) * scratch_size, scratch_size));
+    pool_.run(static_cast<std::int64_t>(prepared.heads.size()), [&](int worker, std::int64_t i) {
+      const HeadCompression& head = prepared.heads[static_cast<std::size_t>(i)];
+      const std::size_t size = prepared.scratch_size;
+      store_of(head).compress(
+          shapes_[head.layer], kernels_, head.odds, head.drawn, head.clusters,
+          std::span(prepared.scratch).subspan(static_cast<std::size_t>(worker) * size, size));
     });
   }
 
   // Decode: the oldest chunks of a local window that has outgrown its size.
-  void compress_outgrown_window(Sequence& sequence, std::size_t layer) {
-    const std::vector<HeadStore>& stores = sequence.layers[layer];
+  Prepared prepare_outgrown(const Growth& growth) {
+    const std::size_t layer = static_cast<std::size_t>(growth.layer);
+    Sequence& sequence = find(growth.sequence);
+    if (!sequence.compressed_before[layer]) return {};
+    std::vector<HeadStore>& stores = sequence.layers[layer];
+    for (HeadStore& store : stores) store.window_scores().settle();
     const LayerLengths lengths = lengths_of(stores);
     const std::int64_t outgrown = compressor_.outgrown(layer, lengths);
-    if (outgrown == 0) return;
+    if (outgrown == 0) return {};
     std::vector<float> score;
     for (const HeadStore& store : stores) {
-      for (std::int64_t i = 0; i < outgrown; ++i) score.push_back(store.window_score(i));
+      for (std::int64_t i = 0; i < outgrown; ++i) score.push_back(store.window_scores().score(i));
     }
-    std::vector<HeadCompression> heads = compressor_.window(sequence.draw, layer, lengths, score);
-    apply(sequence, heads, {});
+    return prepare(sequence, compressor_.window(sequence.draw, layer, lengths, score), {});
   }
 
   CacheConfig config_;

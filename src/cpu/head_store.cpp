@@ -8,19 +8,10 @@
 
 #include <verkv/clusters.hpp>
 
-#include "window_score.hpp"
+#include "cpu/room.hpp"
 
 namespace verkv::cpu {
 namespace {
-
-// Grows geometrically, by half: the host tier is large and its slack counts.
-template <class Vector>
-void reserve_more(Vector& vector, std::size_t more) {
-  const std::size_t wanted = vector.size() + more;
-  if (wanted > vector.capacity()) {
-    vector.reserve(std::max(wanted, vector.capacity() + vector.capacity() / 2));
-  }
-}
 
 // Row (token, head) of a view, as elements of `type`.
 void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DType type,
@@ -40,17 +31,6 @@ void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DT
       }
     });
   });
-}
-
-// Gives back memory of which less than half is used, if that is possible.
-template <class Vector>
-void shrink(Vector& vector) noexcept {
-  if (vector.capacity() <= 2 * vector.size()) return;
-  try {
-    vector.shrink_to_fit();
-  } catch (...) {
-    // Keeping the larger block is correct, only larger.
-  }
 }
 
 std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
@@ -82,19 +62,19 @@ Rows HeadStore::centroids(const LayerShape& shape) const {
           static_cast<int>(shape.config.value_dim)};
 }
 
-void HeadStore::reserve_append(const LayerShape& shape, std::int64_t count) {
+void HeadStore::reserve_append(const LayerShape& shape, std::int64_t count, bool scores) {
   const std::size_t element = size_bytes(shape.storage);
   const std::size_t n = static_cast<std::size_t>(count);
   reserve_more(host_, n * bytes(shape.row_bytes()));
   reserve_more(resident_key_, n * bytes(shape.config.key_dim) * element);
   reserve_more(resident_value_, n * bytes(shape.config.value_dim) * element);
   reserve_more(resident_place_, n);
-  reserve_more(window_square_, n);
-  reserve_more(window_steps_, n);
+  scores_.reserve(count, scores);
+  room_ = tokens_ + count;
 }
 
 void HeadStore::append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
-                       std::int64_t head) noexcept {
+                       std::int64_t head, bool scores) noexcept {
   const std::size_t element = size_bytes(shape.storage);
   const std::size_t key_bytes = bytes(shape.config.key_dim) * element;
   const std::size_t value_bytes = bytes(shape.config.value_dim) * element;
@@ -115,9 +95,19 @@ void HeadStore::append(const LayerShape& shape, const TensorView& keys, const Te
     value_at += value_bytes;
     resident_place_.push_back(static_cast<std::uint32_t>(tokens_ + t));
   }
-  window_square_.resize(window_square_.size() + count, 0.0f);
-  window_steps_.resize(window_steps_.size() + count, 0u);
+  scores_.append(keys.tokens, scores);
   tokens_ += keys.tokens;
+}
+
+void HeadStore::truncate(const LayerShape& shape, std::int64_t tokens) noexcept {
+  const std::size_t residents = bytes(drawn_residents_ + tokens - compressed_);
+  const std::size_t element = size_bytes(shape.storage);
+  host_.resize(bytes(tokens * shape.row_bytes()));
+  resident_key_.resize(residents * bytes(shape.config.key_dim) * element);
+  resident_value_.resize(residents * bytes(shape.config.value_dim) * element);
+  resident_place_.resize(residents);
+  scores_.truncate(tokens - compressed_);
+  tokens_ = tokens;
 }
 
 void HeadStore::reserve_compress(const LayerShape& shape, const SketchShape& codes,
@@ -194,14 +184,12 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
 
   keep_drawn(shape, drawn, end);
   // A fast tier that holds on to the memory of the prefill has saved nothing.
-  shrink(resident_key_);
-  shrink(resident_value_);
-  shrink(resident_place_);
-  const std::ptrdiff_t gone = static_cast<std::ptrdiff_t>(end - begin);
-  window_square_.erase(window_square_.begin(), window_square_.begin() + gone);
-  window_steps_.erase(window_steps_.begin(), window_steps_.begin() + gone);
-  shrink(window_square_);
-  shrink(window_steps_);
+  const std::size_t room = bytes(spare());
+  const std::size_t element = size_bytes(shape.storage);
+  shrink(resident_key_, room * bytes(shape.config.key_dim) * element);
+  shrink(resident_value_, room * bytes(shape.config.value_dim) * element);
+  shrink(resident_place_, room);
+  scores_.drop_front(end - begin, spare());
   compressed_ = end;
 }
 
@@ -245,6 +233,8 @@ void HeadStore::keep_drawn(const LayerShape& shape, std::span<const std::uint32_
 HeadStore::Residents HeadStore::redraw(const LayerShape& shape,
                                        std::span<const std::uint32_t> drawn) const {
   Residents result;
+  const std::size_t room = drawn.size() + bytes(tokens_ - compressed_ + spare());
+  result.place.reserve(room);
   result.place.assign(drawn.begin(), drawn.end());
   result.drawn = static_cast<std::int64_t>(drawn.size());
   for (std::int64_t i = compressed_; i < tokens_; ++i)
@@ -252,6 +242,8 @@ HeadStore::Residents HeadStore::redraw(const LayerShape& shape,
 
   const std::size_t key_bytes = bytes(shape.config.key_dim) * size_bytes(shape.storage);
   const std::size_t value_bytes = bytes(shape.config.value_dim) * size_bytes(shape.storage);
+  result.key.reserve(room * key_bytes);
+  result.value.reserve(room * value_bytes);
   result.key.resize(result.place.size() * key_bytes);
   result.value.resize(result.place.size() * value_bytes);
   for (std::size_t slot = 0; slot < result.place.size(); ++slot) {
@@ -269,23 +261,11 @@ void HeadStore::take(Residents&& residents) noexcept {
   drawn_residents_ = residents.drawn;
 }
 
-void HeadStore::add_window_step(std::span<const float> square) noexcept {
-  for (std::size_t i = 0; i < square.size(); ++i) {
-    window_square_[i] += square[i];
-    ++window_steps_[i];
-  }
-}
-
-float HeadStore::window_score(std::int64_t i) const noexcept {
-  const std::size_t at = static_cast<std::size_t>(i);
-  return verkv::window_score(window_square_[at], window_steps_[at]);
-}
-
 void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const {
   const auto used = [](const auto& vector) {
     return static_cast<std::int64_t>(vector.size() * sizeof(vector[0]));
   };
-  const auto spare = [&report](const auto& vector) {
+  const auto unused = [&report](const auto& vector) {
     report.reserved_bytes +=
         static_cast<std::int64_t>((vector.capacity() - vector.size()) * sizeof(vector[0]));
   };
@@ -294,21 +274,19 @@ void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const 
   report.sketch_bytes += used(codes_) + used(scales_) + used(channel_means_) + used(basis_.query) +
                          used(centroids_) + used(spreads_);
   report.basis_bytes += used(basis_.encode) + order_.bytes();
-  report.metadata_bytes +=
-      used(resident_place_) + used(odds_) + used(window_square_) + used(window_steps_);
-  spare(host_);
-  spare(resident_key_);
-  spare(resident_value_);
-  spare(resident_place_);
-  spare(codes_);
-  spare(scales_);
-  spare(odds_);
-  spare(centroids_);
-  spare(spreads_);
-  spare(window_square_);
-  spare(window_steps_);
-  spare(order_.position);
-  spare(order_.walk_end);
+  report.metadata_bytes += used(resident_place_) + used(odds_) + scores_.bytes();
+  report.reserved_bytes += scores_.spare_bytes();
+  unused(host_);
+  unused(resident_key_);
+  unused(resident_value_);
+  unused(resident_place_);
+  unused(codes_);
+  unused(scales_);
+  unused(odds_);
+  unused(centroids_);
+  unused(spreads_);
+  unused(order_.position);
+  unused(order_.walk_end);
 }
 
 }  // namespace verkv::cpu

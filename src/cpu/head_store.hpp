@@ -2,6 +2,7 @@
 #ifndef VERKV_SRC_CPU_HEAD_STORE_HPP
 #define VERKV_SRC_CPU_HEAD_STORE_HPP
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <new>
@@ -14,6 +15,7 @@
 
 #include "compression.hpp"
 #include "cpu/kernels.hpp"
+#include "cpu/window_scores.hpp"
 #include "rows.hpp"
 #include "sketch_basis.hpp"
 #include "spread_order.hpp"
@@ -91,11 +93,14 @@ class HeadStore {
   // Empty until the first compression, and where the sketch is exact.
   const SketchBasis& basis() const { return basis_; }
 
-  // Room for `count` more tokens; afterwards append of them cannot fail.
-  void reserve_append(const LayerShape& shape, std::int64_t count);
+  // Room for `count` more tokens; afterwards append of them cannot fail, also where a compression or
+  // a redraw comes between. scores: whether queries of these tokens are to score the local window.
+  void reserve_append(const LayerShape& shape, std::int64_t count, bool scores);
   // Adds tokens of KV head `head` of the views, already checked to fit the storage type.
   void append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
-              std::int64_t head) noexcept;
+              std::int64_t head, bool scores) noexcept;
+  // Keeps the first `tokens`, at least compressed().
+  void truncate(const LayerShape& shape, std::int64_t tokens) noexcept;
 
   // Before the first compression, unless the sketch is exact.
   void take(SketchBasis&& basis) noexcept { basis_ = std::move(basis); }
@@ -125,16 +130,14 @@ class HeadStore {
   Residents redraw(const LayerShape& shape, std::span<const std::uint32_t> drawn) const;
   void take(Residents&& residents) noexcept;
 
-  // Scores of the local window: adds the squares of the attention probabilities that a step gave to
-  // its tokens (square[i] summed over the query heads, for position compressed + i).
-  void add_window_step(std::span<const float> square) noexcept;
-  // Root mean square probability of window token i (relative to the window's start); 0 if it was
-  // never attended.
-  float window_score(std::int64_t i) const noexcept;
+  WindowScores& window_scores() { return scores_; }
+  const WindowScores& window_scores() const { return scores_; }
 
   void add_memory(const LayerShape& shape, MemoryReport& report) const;
 
  private:
+  // Tokens that there is room for beyond those that are there.
+  std::int64_t spare() const { return std::max<std::int64_t>(0, room_ - tokens_); }
   void encode(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
               std::span<float> scratch) noexcept;
   void keep_drawn(const LayerShape& shape, std::span<const std::uint32_t> drawn,
@@ -158,8 +161,9 @@ class HeadStore {
   std::vector<Positive16> spreads_;
   SketchBasis basis_;
   HeadOrder order_;
-  std::vector<float> window_square_;
-  std::vector<std::uint32_t> window_steps_;
+  WindowScores scores_;
+  // There is room for so many tokens.
+  std::int64_t room_ = 0;
 };
 
 }  // namespace verkv::cpu

@@ -43,7 +43,7 @@ class Step {
     attention();
     for (int h = 0; h < group_.heads; ++h)
       arguments_.query_reports[h].output_error = state(h).output_error;
-    if (arguments_.score_window) score_window();
+    score_window();
     *arguments_.kv_report = {.fetched_tokens = plan.tokens,
                              .moved_tokens = moved_,
                              .moved_bytes = moved_ * group_.shape.row_bytes(),
@@ -366,19 +366,24 @@ class Step {
   }
 
   void score_window() {
+    WindowScores& scores = store_.window_scores();
     const std::int64_t window = group_.residents - group_.drawn;
-    std::fill(ws_.square.begin(), ws_.square.begin() + window, 0.0f);
+    float* square = scores.given_by(window);
+    if (square == nullptr) return;
+    bool computable = true;
+    for (int h = 0; h < group_.heads; ++h) computable = computable && state(h).computable;
+    scores.has_given(window, computable);
+    if (!computable) return;
+    std::fill_n(square, window, 0.0f);
     for (int h = 0; h < group_.heads; ++h) {
       const HeadState& s = state(h);
-      if (!s.computable) return;
       const float per_denominator = static_cast<float>(1 / s.denominator);
       const float* logit = group_.resident_logit(h) + group_.drawn;
       for (std::int64_t i = 0; i < window; ++i) {
         // Not from the attention's weights: under a shift far above the plan's they are all 0.
-        ws_.square[at(i)] += window_square(logit[i], s.shift, per_denominator);
+        square[i] += window_square(logit[i], s.shift, per_denominator);
       }
     }
-    store_.add_window_step(std::span<const float>(ws_.square).first(at(window)));
   }
 
   HeadGroup& group_;

@@ -20,8 +20,6 @@ struct StepArguments {
   const void* query = nullptr;
   DType query_type = DType::f32;
   std::int64_t query_stride = 0;
-  // Adds this step to the scores of the local window.
-  bool score_window = false;
   float* output = nullptr;                   // [group][value_dim]
   float* lse = nullptr;                      // [group], or null
   QueryHeadReport* query_reports = nullptr;  // [group]

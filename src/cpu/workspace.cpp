@@ -46,7 +46,6 @@ void Workspace::reserve(const LayerShape& shape, const FetchRules& rules, std::i
   grow(output, group * shape.config.value_dim);
   grow(states, group);
   grow(slot_odds, residents);
-  grow(square, residents);
   // Kernels write whole vectors.
   const std::int64_t room = compressed + kLanes;
   grow(fetched, room);
@@ -79,8 +78,9 @@ std::int64_t Workspace::bytes() const {
   };
   add(query, basis_query, code_query, weight, resident_logit, resident_weight, resident_sketched,
       cluster_weight, cluster_square, slot_cluster, cluster_spread_square, slot_x, slot_y,
-      cluster_sums, cluster_drawn, output, states, slot_odds, square, fetched, moved, no_odds, mark, plan_weight, plan_odds, plan_worth, plan_place, exact_weight, exact_odds,
-      exact_gain, exact_scratch, exact_order, exact_index);
+      cluster_sums, cluster_drawn, output, states, slot_odds, fetched, moved, no_odds, mark,
+      plan_weight, plan_odds, plan_worth, plan_place, exact_weight, exact_odds, exact_gain,
+      exact_scratch, exact_order, exact_index);
   return sum;
 }
 

@@ -99,8 +99,6 @@ struct Workspace {
   AlignedVector<float> cluster_drawn;
   // Odds of drawn slots, infinite for those in H.
   AlignedVector<float> slot_odds;
-  // Squares of the local window's probabilities.
-  AlignedVector<float> square;
   // The tokens to fetch, by place, ascending; positions of those of them that are not resident.
   std::vector<std::uint32_t> fetched;
   std::vector<std::uint32_t> moved;

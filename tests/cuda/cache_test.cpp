@@ -746,9 +746,8 @@ TEST_CASE("bad input changes nothing") {
   };
   REQUIRE_THROWS_AS(append(std::numeric_limits<float>::quiet_NaN()), InvalidArgument);
   REQUIRE_THROWS_AS(append(std::numeric_limits<float>::infinity()), InvalidArgument);
-  REQUIRE_THROWS_WITH(append(70000),
-                      Catch::Contains("keys of sequence 0, layer 0: token 1, head 0, "
-                                      "coordinate 3 is 70000"));
+  REQUIRE_THROWS_WITH(append(70000), Catch::Contains("keys: token 1, head 0, "
+                                                     "coordinate 3 is 70000"));
   REQUIRE_THROWS_AS(twins.cuda->erase(SequenceId{5}), InvalidArgument);
   REQUIRE_THROWS_AS(twins.cuda->compress(id, {}), InvalidArgument);
   twins.attend({id});
@@ -835,13 +834,14 @@ TEST_CASE("device queries that are not finite are reported by a later call") {
     };
     twins.cuda->append(ids[2], 0, view(l.key_dim), view(l.value_dim));
   };
-  REQUIRE_NOTHROW(append(1));
+  REQUIRE_NOTHROW(append(40));
   const std::int64_t tokens = twins.cuda->tokens(ids[2], 0);
   const std::int64_t compressed = twins.cuda->compressed_tokens(ids[2], 0);
-  REQUIRE_THROWS_AS(append(40), InvalidArgument);
+  REQUIRE_THROWS_AS(append(1), InvalidArgument);
   REQUIRE(twins.cuda->tokens(ids[2], 0) == tokens);
-  append(40);
-  REQUIRE(twins.cuda->tokens(ids[2], 0) == tokens + 40);
+  REQUIRE(twins.cuda->compressed_tokens(ids[2], 0) == compressed);
+  append(1);
+  REQUIRE(twins.cuda->tokens(ids[2], 0) == tokens + 1);
   REQUIRE(twins.cuda->compressed_tokens(ids[2], 0) > compressed);
   Twins::no_faults();
 }
@@ -1087,21 +1087,44 @@ TEST_CASE("an error that the caller has pending is neither reported nor taken", 
   REQUIRE(cudaGetLastError() == cudaSuccess);
 }
 
-TEST_CASE("a chunk that finds no memory is compressed later", "[cpu-device]") {
+TEST_CASE("a reservation that finds no memory changes nothing", "[cpu-device]") {
   device::Device& machine = device::reset_device();
   Twins twins(small_config());
   const SequenceId id = twins.create();
   twins.append(id, 60);
   twins.compress(id);
   twins.attend({id}, 2);
-  twins.append(id, 15);
+  twins.append(id, 16);
+  twins.attend({id}, 2);
   const std::int64_t before = twins.cuda->compressed_tokens(id, 0);
+  const std::int64_t tokens = twins.cuda->tokens(id, 0);
+  int refused = 0;
+  for (int skip = 0;; ++skip) {
+    machine.fail_call(device::Call::malloc, device::Status::out_of_memory, skip);
+    bool done = true;
+    try {
+      twins.cuda->reserve(id, 3);
+    } catch (const DeviceError& error) {
+      REQUIRE(error.out_of_memory());
+      done = false;
+      ++refused;
+    }
+    machine.stop_failing();
+    for (std::size_t layer = 0; layer < twins.config.layers.size(); ++layer) {
+      const std::int64_t index = static_cast<std::int64_t>(layer);
+      if (!twins.config.layers[layer].cached || twins.config.layers[layer].dense) continue;
+      REQUIRE(twins.cuda->tokens(id, index) == tokens);
+      REQUIRE((twins.cuda->compressed_tokens(id, index) > before) == done);
+    }
+    if (done) break;
+  }
+  REQUIRE(refused > 5);
+  twins.cpu->reserve(id, 3);
+  // What is reserved allocates nothing.
   machine.fail_call(device::Call::malloc, device::Status::out_of_memory, 0, true);
-  twins.append(id, 1);  // the last token of the chunk
-  machine.stop_failing();
-  REQUIRE(twins.cuda->compressed_tokens(id, 0) == before);
-  REQUIRE(twins.cpu->compressed_tokens(id, 0) > before);
+  twins.append(id, 2);
   twins.append(id, 1);
+  machine.stop_failing();
   twins.attend({id}, 2);
   twins.compare({id});
 }

@@ -259,7 +259,6 @@ StepArguments arguments_of(const Scene& scene, int score_splits, int attention_s
   StepArguments arguments;
   StepView& step = arguments.view;
   step = scene.step_view();
-  step.score_window = false;
   arguments.grid = step_grid(step.layer, step.rows, step.most_compressed, step.most_residents);
   if (score_splits > 0) arguments.grid.score_splits = score_splits;
   if (attention_splits > 0) arguments.grid.attention_splits = attention_splits;

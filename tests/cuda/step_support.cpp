@@ -89,6 +89,7 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
       if (setup.clusters) clusters = make_clusters(store.host_values(shape_), order.position, odds);
       store.compress(shape_, cpu::scalar_kernels(), odds, drawn, clusters, scratch);
     }
+    append_last_again(static_cast<int>(slot));
   }
 }
 
@@ -109,8 +110,28 @@ void Scene::fill(int slot, std::int64_t count) {
   const TensorView keys = token_major(key.data(), DType::f32, count, heads, setup_.key_dim);
   const TensorView values = token_major(value.data(), DType::f32, count, heads, setup_.value_dim);
   for (std::int64_t h = 0; h < heads; ++h) {
-    store(slot, h).reserve_append(shape_, count);
-    store(slot, h).append(shape_, keys, values, h);
+    store(slot, h).reserve_append(shape_, count, setup_.score_window);
+    store(slot, h).append(shape_, keys, values, h, setup_.score_window);
+  }
+}
+
+// So that its query scores, which a compression ends.
+void Scene::append_last_again(int slot) {
+  for (std::int64_t h = 0; h < setup_.kv_heads; ++h) {
+    cpu::HeadStore& store = this->store(slot, h);
+    const std::int64_t last = store.tokens() - 1;
+    if (last < store.compressed()) continue;
+    const std::size_t element = size_bytes(setup_.storage);
+    std::vector<std::byte> row(index(shape_.row_bytes()));
+    const std::size_t key_bytes = index(setup_.key_dim) * element;
+    std::memcpy(
+        row.data(),
+        static_cast<const std::byte*>(store.host_keys(shape_).data) + index(last) * row.size(),
+        row.size());
+    store.truncate(shape_, last);
+    store.append(shape_, token_major(row.data(), setup_.storage, 1, 1, setup_.key_dim),
+                 token_major(row.data() + key_bytes, setup_.storage, 1, 1, setup_.value_dim), 0,
+                 setup_.score_window);
   }
 }
 
@@ -229,6 +250,16 @@ HeadView Scene::upload_head(const cpu::HeadStore& store) {
   const std::vector<std::uint32_t> steps(index(window), 0u);
   view.window_square = to_device(squares.data(), window);
   view.window_steps = to_device(steps.data(), window);
+  if (setup_.score_window) {
+    const std::vector<float> given(index(kMostScoredTokens * window), 0.0f);
+    const std::vector<std::uint32_t> has_given(index(kMostScoredTokens), 0u);
+    view.given = to_device(given.data(), kMostScoredTokens * window);
+    view.has_given = to_device(has_given.data(), kMostScoredTokens);
+    view.given_stride = window;
+    // A scene's window has the queries of its last append, or of its last token.
+    view.first_scored = view.tokens - (store.compressed() > 0 ? 1 : view.tokens);
+    view.first_scored = std::max(view.first_scored, view.tokens - kMostScoredTokens);
+  }
   return view;
 }
 
@@ -258,7 +289,6 @@ void Scene::upload() {
   step_.lse = to_device<float>(nullptr, 0, query_heads);
   step_.query_reports = to_device<QueryHeadReport>(nullptr, 0, query_heads);
   step_.kv_reports = to_device<KvHeadReport>(nullptr, 0, step_.rows * setup_.kv_heads);
-  step_.score_window = setup_.score_window;
   step_.most_compressed = most_compressed;
   step_.most_residents = most_residents;
   step_.workspace = to_device<std::byte>(
@@ -284,6 +314,7 @@ void Scene::append(int slot, std::int64_t count) {
                 static_cast<const std::byte*>(store.host_keys(shape_).data) +
                     view.tokens * shape_.row_bytes(),
                 index(count * shape_.row_bytes()));
+    view.first_scored = first_scored(view.tokens, store.tokens(), setup_.score_window);
     view.tokens = store.tokens();
   }
   check(cudaMemcpy(device_heads_, heads_.data(), heads_.size() * sizeof(HeadView),
@@ -378,7 +409,6 @@ class Scene::Comparison {
                  index(scene_.query_at(row_, kv_ * setup_.group)) * size_bytes(setup_.query_type);
     step.query_type = setup_.query_type;
     step.query_stride = scene_.query_at(0, 1);
-    step.score_window = setup_.score_window;
     step.output = expected_.data();
     step.lse = expected_lse_.data();
     step.query_reports = expected_reports_.data();
@@ -421,16 +451,23 @@ class Scene::Comparison {
       say("set of fetched tokens", count, kv_report_.fetched_tokens);
   }
 
-  void compare_window(const cpu::HeadStore& store, const HeadView& view) {
+  void compare_window(cpu::HeadStore& store, const HeadView& view) {
     const std::int64_t window = store.tokens() - store.compressed();
-    const auto squares = to_host(view.window_square, window);
-    const auto steps = to_host(view.window_steps, window);
+    const float* want = store.window_scores().given_by(window);
+    const std::int64_t given_row = view.tokens - 1 - view.first_scored;
+    const bool scores = view.given != nullptr && window > 0 && given_row >= 0;
+    require_same("whether a query scores", scores, want != nullptr);
+    if (!scores || want == nullptr) return;
+    bool computable = true;
+    for (int h = 0; h < setup_.group; ++h)
+      computable = computable && cpu_.states[index(h)].computable;
+    require_same("whether a query gives", to_host(view.has_given + given_row, 1)[0] != 0,
+                 computable);
+    if (!computable) return;
+    const auto got = to_host(view.given + given_row * view.given_stride, window);
     for (std::int64_t i = 0; i < window; ++i) {
-      const float got = steps[index(i)] == 0
-                            ? 0.0f
-                            : std::sqrt(squares[index(i)] / static_cast<float>(steps[index(i)]));
-      if (same_bits(got, store.window_score(i))) continue;
-      say("window score", got, store.window_score(i));
+      if (same_bits(got[index(i)], want[i])) continue;
+      say("given to the window", got[index(i)], want[i]);
       break;
     }
   }

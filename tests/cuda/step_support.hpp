@@ -97,6 +97,7 @@ class Scene {
 
   HeadView upload_head(const cpu::HeadStore& store);
   void fill(int slot, std::int64_t count);
+  void append_last_again(int slot);
   // Element of the query of (row, query head).
   std::int64_t query_at(std::int64_t row, std::int64_t head) const {
     const std::int64_t stride = setup_.key_dim + setup_.query_gap;

@@ -137,14 +137,24 @@ struct Pair {
     return data;
   }
 
-  void append(std::int64_t tokens, bool counts) {
+  void reserve(std::int64_t tokens) {
+    for (HeadStore& head : heads) {
+      head.window_scores().settle();
+      head.reserve_append(shape, tokens, true);
+    }
+    store->settle(table.data(), nullptr);
+    store->reserve_append(tokens, true, table.data(), nullptr);
+  }
+
+  // reserved: there is room already, and what queries gave is taken in on the way.
+  void append(std::int64_t tokens, bool counts, bool reserved = false) {
     TensorView keys;
     TensorView values;
     const std::vector<std::byte> key_data = block(tokens, setup.key_dim, keys);
     const std::vector<std::byte> value_data = block(tokens, setup.value_dim, values);
+    if (!reserved) reserve(tokens);
     for (std::size_t h = 0; h < heads.size(); ++h) {
-      heads[h].reserve_append(shape, tokens);
-      heads[h].append(shape, keys, values, static_cast<std::int64_t>(h));
+      heads[h].append(shape, keys, values, static_cast<std::int64_t>(h), true);
     }
     const DeviceBuffer<std::byte> key_copy = upload(key_data);
     const DeviceBuffer<std::byte> value_copy = upload(value_data);
@@ -154,7 +164,6 @@ struct Pair {
     step.values = values;
     step.values.data = value_copy.data();
     step.bad = bad.data();
-    store->reserve_append(tokens, table.data(), nullptr);
     store->append_rows(step, 0, counts, table.data(), nullptr);
     store->add_tokens(tokens);
     if (!counts) store->write_table(table.data(), nullptr);
@@ -164,6 +173,8 @@ struct Pair {
   // What differs after allocations were refused, each in turn; empty if that changed nothing. Then
   // it compresses.
   std::string compress(std::int64_t end, const DrawId& draw, bool refuse = false) {
+    store->settle(table.data(), nullptr);
+    for (HeadStore& head : heads) head.window_scores().settle();
     std::vector<HeadCompression> compressions = plan_compression(end, draw);
     std::string changed;
     refused = refuse;
@@ -172,7 +183,7 @@ struct Pair {
       std::vector<HeadCompression> copies = compressions;
       machine.fail_call(device::Call::malloc, device::Status::out_of_memory, skip);
       try {
-        (void)store->compress(copies, 10, false, table.data(), nullptr);
+        (void)store->compress(copies, 10, table.data(), nullptr);
         machine.stop_failing();
         break;  // the change is dropped
       } catch (const verkv::DeviceError&) {
@@ -186,7 +197,7 @@ struct Pair {
     if (changed.empty()) changed = difference();
     refused = false;
     for (std::size_t h = 0; h < heads.size(); ++h) compress_on_cpu(h, end, compressions[h]);
-    LayerStore::Change change = store->compress(compressions, 10, false, table.data(), nullptr);
+    LayerStore::Change change = store->compress(compressions, 10, table.data(), nullptr);
     store->take(std::move(change), table.data(), nullptr);
     return changed;
   }
@@ -281,25 +292,31 @@ struct Pair {
     store->take(std::move(change), table.data(), nullptr);
   }
 
+  // What the queries of the last append give.
   void score_window() {
     for (std::size_t h = 0; h < heads.size(); ++h) {
       const HeadView view = store->views()[h];
-      const std::int64_t window = view.tokens - view.compressed;
-      std::vector<float> square = download(view.window_square, window);
-      std::vector<std::uint32_t> steps = download(view.window_steps, window);
-      std::vector<float> added;
-      for (std::size_t i = 0; i < square.size(); ++i) {
-        added.push_back(static_cast<float>(random.uniform()));
-        square[i] += added.back();
-        ++steps[i];
+      for (std::int64_t position = view.first_scored; position < view.tokens; ++position) {
+        if (random.below(4) == 0) continue;
+        const std::int64_t window = position + 1 - view.compressed;
+        std::vector<float> given;
+        for (std::int64_t i = 0; i < window; ++i)
+          given.push_back(static_cast<float>(random.uniform()));
+        std::copy(given.begin(), given.end(), heads[h].window_scores().given_by(window));
+        heads[h].window_scores().has_given(window, true);
+        const std::int64_t row = position - view.first_scored;
+        const std::uint32_t yes = 1;
+        VERKV_CUDA_CHECK(cudaMemcpy(view.given + row * view.given_stride, given.data(),
+                                    4 * given.size(), cudaMemcpyHostToDevice));
+        VERKV_CUDA_CHECK(cudaMemcpy(view.has_given + row, &yes, 4, cudaMemcpyHostToDevice));
+        ++given_rows;
       }
-      if (window == 0) continue;
-      heads[h].add_window_step(added);
-      VERKV_CUDA_CHECK(
-          cudaMemcpy(view.window_square, square.data(), 4 * square.size(), cudaMemcpyHostToDevice));
-      VERKV_CUDA_CHECK(
-          cudaMemcpy(view.window_steps, steps.data(), 4 * steps.size(), cudaMemcpyHostToDevice));
     }
+  }
+
+  void truncate(std::int64_t tokens) {
+    for (HeadStore& head : heads) head.truncate(shape, tokens);
+    store->truncate(tokens, table.data(), nullptr);
   }
 
   // What differs first; empty if nothing.
@@ -382,7 +399,8 @@ struct Pair {
         }
       }
       for (std::int64_t i = 0; i < window; ++i) {
-        if (scores[h * size(window) + size(i)] != head.window_score(i)) return where + "scores";
+        if (scores[h * size(window) + size(i)] != head.window_scores().score(i))
+          return where + "scores";
       }
     }
     return "";
@@ -399,6 +417,7 @@ struct Pair {
   int refusals = 0;
   // Since a compression that did not take effect: what pads the last group of codes is its.
   bool refused = false;
+  std::int64_t given_rows = 0;
   std::int64_t moved_places = 0;  // compressions whose places are in another order than positions
 };
 
@@ -427,6 +446,20 @@ void live(const Setup& setup, std::uint64_t seed) {
   check("window scores");
   pair.append(70, true);
   check("growth");
+  pair.reserve(40);
+  pair.append(5, true, true);
+  pair.score_window();
+  check("reserved");
+  pair.append(33, true, true);
+  check("taken in on the way");
+  pair.score_window();
+  pair.truncate(pair.store->tokens() - 20);
+  check("back within the last append");
+  pair.score_window();
+  pair.append(2, true, true);
+  pair.truncate(pair.store->tokens() - 20);
+  check("back behind it");
+  pair.append(1, true);
   REQUIRE(pair.compress(pair.store->compressed() + 1 + static_cast<std::int64_t>(random.below(30)),
                         key, true) == "");
   check("second compression");
@@ -440,6 +473,7 @@ void live(const Setup& setup, std::uint64_t seed) {
   check("one more");
   REQUIRE(pair.moved_places > 0);
   REQUIRE(pair.refusals > 5);
+  REQUIRE(pair.given_rows > 20);
 }
 
 std::vector<Setup> setups() {
@@ -544,7 +578,7 @@ TEST_CASE("bad numbers are described") {
   step.bad = pair.bad.data();
   step.sequence = 9;
   step.layer_index = 4;
-  pair.store->reserve_append(2, pair.table.data(), nullptr);
+  pair.store->reserve_append(2, false, pair.table.data(), nullptr);
   pair.store->append_rows(step, 0, true, pair.table.data(), nullptr);
   const BadNumber bad = download(pair.bad.data(), 1)[0];
   REQUIRE(bad.claimed == 1);

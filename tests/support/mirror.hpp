@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,6 +34,8 @@ struct MirrorHead {
   std::vector<std::vector<std::uint32_t>> walks;
   Vector window_square;  // of the tokens that are not compressed
   Vector window_steps;
+  // What queries gave to the window's tokens since the last append, by position of the query.
+  std::map<std::size_t, Vector> given;
 };
 
 // Follows one sequence of a manager, call by call.
@@ -42,6 +45,8 @@ class Mirror {
     for (const LayerConfig& layer : config.layers) {
       layers_.emplace_back(layer.cached ? size(layer.kv_heads) : 0);
       compressed_before_.push_back(false);
+      reserved_.push_back(0);
+      first_scored_.push_back(0);
     }
   }
 
@@ -50,7 +55,12 @@ class Mirror {
   }
 
   void append(std::int64_t layer, const Block& keys, const Block& values) {
+    if (keys.tokens == 0) return;
     std::vector<MirrorHead>& heads = layers_[size(layer)];
+    settle(layer);
+    const std::size_t held = heads[0].key.size();
+    const std::size_t all = held + size(keys.tokens);
+    if (all > reserved_[size(layer)]) compress_outgrown(layer);
     for (std::size_t h = 0; h < heads.size(); ++h) {
       for (std::int64_t t = 0; t < keys.tokens; ++t) {
         heads[h].key.push_back(stored(keys.row(t, static_cast<std::int64_t>(h))));
@@ -59,30 +69,30 @@ class Mirror {
         heads[h].window_steps.push_back(0);
       }
     }
-    if (!compressed_before_[size(layer)] || !config_.chunk_tokens || config_.keep >= 1) return;
-    const std::size_t chunk = size(*config_.chunk_tokens);
-    while (heads[0].window_square.size() >= size(config_.local_tokens) + chunk) {
-      std::vector<reference::PoolHead> pool;
-      for (const MirrorHead& head : heads) {
-        reference::PoolHead part{{}, head.odds.size(), 0};
-        for (std::size_t i = 0; i < chunk; ++i) {
-          const double steps = head.window_steps[i];
-          part.tau.push_back(steps > 0 ? std::sqrt(head.window_square[i] / steps) : 0.0);
-        }
-        pool.push_back(part);
-      }
-      std::vector<Vector> odds;
-      if (config_.pool == Pool::head) {
-        for (const auto& part : pool) odds.push_back(reference::pool_odds(config_, {part})[0]);
-      } else {
-        odds = reference::pool_odds(config_, pool);
-      }
-      for (std::size_t h = 0; h < heads.size(); ++h) {
-        // A first compression during decode knows no queries, and its scores do not count.
-        const Vector none(odds[h].size(), 0.0);
-        if (config_.sketch.kind == SketchKind::calibrated && heads[h].odds.empty())
-          calibrate(layer, h, odds[h], none, {});
-        take(layer, h, odds[h], none);
+    first_scored_[size(layer)] =
+        scores(layer) ? std::max(held, all - std::min<std::size_t>(all, 32)) : all;
+  }
+
+  void reserve(std::int64_t tokens) {
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+      if (layers_[layer].empty()) continue;
+      settle(static_cast<std::int64_t>(layer));
+      compress_outgrown(static_cast<std::int64_t>(layer));
+      reserved_[layer] = layers_[layer][0].key.size() + size(tokens);
+    }
+  }
+
+  void truncate(std::int64_t tokens) {
+    const std::size_t n = size(tokens);
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+      for (MirrorHead& head : layers_[layer]) {
+        if (head.key.size() <= n) continue;
+        head.key.resize(n);
+        head.value.resize(n);
+        head.window_square.resize(n - head.odds.size());
+        head.window_steps.resize(n - head.odds.size());
+        head.given.erase(head.given.lower_bound(n), head.given.end());
+        first_scored_[layer] = std::min(first_scored_[layer], n);
       }
     }
   }
@@ -174,13 +184,14 @@ class Mirror {
       reference::HeadCase head = head_case(layer, h);
       if (!plan) head.fetch.mode = FetchMode::never;
       answers.push_back(reference::step(head, own));
-      if (!compressed_before_[size(layer)]) continue;
       MirrorHead& m = layers_[size(layer)][size(h)];
-      for (std::size_t i = 0; i < m.window_square.size(); ++i) {
-        for (const auto& query : answers.back().query) {
-          m.window_square[i] += query.window_probability[i] * query.window_probability[i];
-        }
-        m.window_steps[i] += 1;
+      const std::size_t own_position = m.key.size() - 1;
+      if (own_position < first_scored_[size(layer)]) continue;
+      Vector& squares = m.given[own_position];
+      squares.assign(m.window_square.size(), 0);
+      for (std::size_t i = 0; i < squares.size(); ++i) {
+        for (const auto& query : answers.back().query)
+          squares[i] += query.window_probability[i] * query.window_probability[i];
       }
     }
     return answers;
@@ -208,8 +219,11 @@ class Mirror {
         report.host_bytes += static_cast<std::int64_t>(head.key.size()) * row;
         report.resident_bytes += residents * row;
         // 4 bytes a resident's place, 2 bytes of odds a compressed token (in whole groups of the
-        // sketch), a sum and a count for each token of the window.
-        report.metadata_bytes += 4 * residents + 2 * whole_groups + 8 * window;
+        // sketch), a sum and a count for each token of the window, and a number for each that a
+        // query may give it.
+        const std::int64_t queries = static_cast<std::int64_t>(head.key.size() - first_scored_[l]);
+        report.metadata_bytes +=
+            4 * residents + 2 * whole_groups + 8 * window + 4 * queries * window;
         // 4 bytes a token's position and 4 a walk; directions in binary32. With clusters also the
         // odds in one that is not full.
         if (compressed > 0) {
@@ -236,6 +250,53 @@ class Mirror {
   }
 
  private:
+  bool scores(std::int64_t layer) const {
+    return compressed_before_[size(layer)] && config_.chunk_tokens;
+  }
+
+  void settle(std::int64_t layer) {
+    for (MirrorHead& head : layers_[size(layer)]) {
+      for (const auto& [position, squares] : head.given) {
+        for (std::size_t i = 0; i < squares.size(); ++i) {
+          head.window_square[i] += squares[i];
+          head.window_steps[i] += 1;
+        }
+      }
+      head.given.clear();
+      first_scored_[size(layer)] = head.key.size();
+    }
+  }
+
+  void compress_outgrown(std::int64_t layer) {
+    std::vector<MirrorHead>& heads = layers_[size(layer)];
+    if (!compressed_before_[size(layer)] || !config_.chunk_tokens || config_.keep >= 1) return;
+    const std::size_t chunk = size(*config_.chunk_tokens);
+    while (heads[0].window_square.size() >= size(config_.local_tokens) + chunk) {
+      std::vector<reference::PoolHead> pool;
+      for (const MirrorHead& head : heads) {
+        reference::PoolHead part{{}, head.odds.size(), 0};
+        for (std::size_t i = 0; i < chunk; ++i) {
+          const double steps = head.window_steps[i];
+          part.tau.push_back(steps > 0 ? std::sqrt(head.window_square[i] / steps) : 0.0);
+        }
+        pool.push_back(part);
+      }
+      std::vector<Vector> odds;
+      if (config_.pool == Pool::head) {
+        for (const auto& part : pool) odds.push_back(reference::pool_odds(config_, {part})[0]);
+      } else {
+        odds = reference::pool_odds(config_, pool);
+      }
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        // A first compression during decode knows no queries, and its scores do not count.
+        const Vector none(odds[h].size(), 0.0);
+        if (config_.sketch.kind == SketchKind::calibrated && heads[h].odds.empty())
+          calibrate(layer, h, odds[h], none, {});
+        take(layer, h, odds[h], none);
+      }
+    }
+  }
+
   std::vector<float> stored(std::vector<float> row) const {
     for (float& x : row) x = reference::as_stored(x, config_.storage);
     return row;
@@ -313,6 +374,7 @@ class Mirror {
   }
 
   void take(std::int64_t layer, std::size_t h, const Vector& odds, const Vector& tau) {
+    settle(layer);
     MirrorHead& head = layers_[size(layer)][h];
     const std::vector<std::uint32_t> walk = new_walk(layer, head, odds, tau);
     const std::vector<bool> drawn =
@@ -329,6 +391,8 @@ class Mirror {
   std::uint64_t draw_;
   std::vector<std::vector<MirrorHead>> layers_;
   std::vector<bool> compressed_before_;
+  std::vector<std::size_t> reserved_;      // [layer], tokens
+  std::vector<std::size_t> first_scored_;  // [layer], position of the first whose query scores
 };
 
 }  // namespace verkv::test

@@ -1,0 +1,86 @@
+#include "cpu/window_scores.hpp"
+
+#include <algorithm>
+
+#include "cpu/room.hpp"
+
+namespace verkv::cpu {
+
+void WindowScores::reserve(std::int64_t count, bool scores) {
+  const std::size_t n = static_cast<std::size_t>(count);
+  reserve_more(square_, n);
+  reserve_more(steps_, n);
+  if (!scores) return;
+  const std::size_t wanted = static_cast<std::size_t>(given_numbers(count, tokens() + count));
+  if (wanted > given_.size()) reserve_more(given_, wanted - given_.size());
+}
+
+void WindowScores::append(std::int64_t count, bool scores) noexcept {
+  settle();
+  const std::int64_t all = tokens() + count;
+  first_ = first_scored(tokens(), all, scores);
+  square_.resize(static_cast<std::size_t>(all), 0.0f);
+  steps_.resize(static_cast<std::size_t>(all), 0u);
+  stride_ = all;
+  given_.resize(static_cast<std::size_t>(rows() * stride_));
+}
+
+void WindowScores::truncate(std::int64_t count) noexcept {
+  square_.resize(static_cast<std::size_t>(count));
+  steps_.resize(static_cast<std::size_t>(count));
+  first_ = std::min(first_, count);
+  std::fill(has_given_.begin() + rows(), has_given_.end(), std::uint8_t{0});
+}
+
+void WindowScores::drop_front(std::int64_t count, std::int64_t spare) noexcept {
+  settle();
+  square_.erase(square_.begin(), square_.begin() + static_cast<std::ptrdiff_t>(count));
+  steps_.erase(steps_.begin(), steps_.begin() + static_cast<std::ptrdiff_t>(count));
+  first_ = tokens();
+  const std::size_t room = static_cast<std::size_t>(spare);
+  shrink(square_, room);
+  shrink(steps_, room);
+  given_.clear();
+  shrink(given_, static_cast<std::size_t>(given_numbers(spare, tokens() + spare)));
+}
+
+void WindowScores::settle() noexcept {
+  for (std::int64_t r = 0; r < rows(); ++r) {
+    if (has_given_[static_cast<std::size_t>(r)] == 0) continue;
+    const float* given = given_.data() + r * stride_;
+    for (std::size_t i = 0; i <= static_cast<std::size_t>(first_ + r); ++i) {
+      square_[i] += given[i];
+      ++steps_[i];
+    }
+  }
+  has_given_.fill(0);
+  first_ = tokens();
+}
+
+float* WindowScores::given_by(std::int64_t window) noexcept {
+  const std::int64_t row = window - 1 - first_;
+  return row >= 0 && row < rows() ? given_.data() + row * stride_ : nullptr;
+}
+
+void WindowScores::has_given(std::int64_t window, bool given) noexcept {
+  has_given_[static_cast<std::size_t>(window - 1 - first_)] = given ? 1 : 0;
+}
+
+float WindowScores::score(std::int64_t token) const noexcept {
+  const std::size_t at = static_cast<std::size_t>(token);
+  return window_score(square_[at], steps_[at]);
+}
+
+std::int64_t WindowScores::bytes() const {
+  return tokens() * static_cast<std::int64_t>(sizeof(float) + sizeof(std::uint32_t)) +
+         rows() * tokens() * static_cast<std::int64_t>(sizeof(float));
+}
+
+std::int64_t WindowScores::spare_bytes() const {
+  return static_cast<std::int64_t>(square_.capacity() * sizeof(float) +
+                                   steps_.capacity() * sizeof(std::uint32_t) +
+                                   given_.capacity() * sizeof(float)) -
+         bytes();
+}
+
+}  // namespace verkv::cpu

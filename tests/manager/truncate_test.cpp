@@ -1,0 +1,514 @@
+// KvCacheManager on a backend (support/test_backend.hpp): room that is reserved, tokens that are
+// taken back, steps that leave no trace, appends of many sequences.
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include <verkv/kv_cache_manager.hpp>
+
+#include "catch.hpp"
+#include "reference/statistics.hpp"
+#include "support/allocations.hpp"
+#include "support/blocks.hpp"
+#include "support/comparison.hpp"
+#include "support/configurations.hpp"
+#include "support/dense.hpp"
+#include "support/mirror.hpp"
+#include "support/results.hpp"
+#include "support/test_backend.hpp"
+#include "support/victim.hpp"
+
+using namespace verkv;
+using namespace verkv::test;
+using verkv::reference::Random;
+
+namespace {
+
+// The same data for as many caches as a test compares: tokens of one layer of `small_config`.
+struct Passage {
+  explicit Passage(std::int64_t tokens, std::uint64_t seed = 41) {
+    Random random(seed);
+    keys = random_block(random, tokens, 2, 64, 1);
+    values = random_block(random, tokens, 2, 64, 1);
+    queries = random_block(random, tokens, 6, 64, 1);
+  }
+  Block keys, values, queries;
+};
+
+// A cache with a prompt of a passage that is compressed.
+struct Reader {
+  Reader(const CacheConfig& config, const Passage& from, std::int64_t prompt)
+      : passage(from), cache(make_cache(config)), sequence(cache->create_sequence(5)) {
+    append(prompt);
+    Random random(42);
+    test::compress(*cache, sequence, {random_scores(random, 2, prompt, ScoreKind::random)});
+  }
+  std::int64_t tokens() const { return cache->tokens(sequence, 0); }
+  std::int64_t compressed() const { return cache->compressed_tokens(sequence, 0); }
+  // The next tokens of the passage in one call.
+  void append(std::int64_t count) {
+    const std::int64_t at = tokens();
+    const Block keys = passage.keys.part(at, count);
+    const Block values = passage.values.part(at, count);
+    cache->append(sequence, 0, keys.view(), values.view());
+  }
+  // With the query of the last token.
+  Result attend_last() const {
+    return attend(*cache, 0, {sequence}, passage.queries.part(tokens() - 1, 1));
+  }
+  bool truncate(std::int64_t tokens) { return cache->truncate(sequence, tokens).done; }
+
+  const Passage& passage;
+  std::unique_ptr<KvCacheManager> cache;
+  SequenceId sequence;
+};
+
+// What is in use; room may differ.
+void check_same_use(const Reader& a, const Reader& b) {
+  const MemoryReport x = a.cache->memory(a.sequence);
+  const MemoryReport y = b.cache->memory(b.sequence);
+  CHECK(x.resident_bytes == y.resident_bytes);
+  CHECK(x.sketch_bytes == y.sketch_bytes);
+  CHECK(x.metadata_bytes == y.metadata_bytes);
+  CHECK(x.host_bytes == y.host_bytes);
+  CHECK(x.basis_bytes == y.basis_bytes);
+  CHECK(a.tokens() == b.tokens());
+  CHECK(a.compressed() == b.compressed());
+}
+
+// What both do from here on is the same, through the next two chunks.
+void check_same_future(Reader& a, Reader& b) {
+  check_same_use(a, b);
+  for (std::int64_t step = 0; step < scene(40, 22); ++step) {
+    a.append(1);
+    b.append(1);
+    if (step % scene(1, 7) != 0) continue;
+    REQUIRE(same(a.attend_last(), b.attend_last()));
+  }
+  check_same_use(a, b);
+}
+
+}  // namespace
+
+TEST_CASE("Attending again leaves no trace") {
+  const Passage passage(140);
+  for (const DType storage : {DType::f32, DType::f16, DType::bf16}) {
+    CacheConfig config = small_config();
+    config.storage = storage;
+    Reader once(config, passage, 60);
+    Reader thrice(config, passage, 60);
+    INFO(verkv::name(storage));
+    for (std::int64_t step = 0; step < scene(40, 20); ++step) {
+      once.append(1);
+      thrice.append(1);
+      if (step % scene(1, 5) != 0) continue;
+      const Result want = once.attend_last();
+      for (int i = 0; i < 3; ++i) REQUIRE(same(thrice.attend_last(), want));
+    }
+    REQUIRE(once.compressed() > 60);
+    check_same_future(once, thrice);
+  }
+}
+
+TEST_CASE("What is taken back has never been there") {
+  const Passage passage(220);
+  const CacheConfig config = small_config();
+  // Windows of every length between two chunks, so that a chunk goes before some of the drafts.
+  for (std::int64_t steps = 0; steps < 18; steps += scene(1, 11)) {
+    for (const std::int64_t drafts : {1, 3, 6}) {
+      if (backend().thinning > 1 && drafts != 3) continue;
+      Reader plain(config, passage, 60);
+      Reader drafting(config, passage, 60);
+      for (Reader* reader : {&plain, &drafting}) {
+        for (std::int64_t i = 0; i < steps; ++i) {
+          reader->append(1);
+          if (i % scene(1, 5) == 0) reader->attend_last();
+        }
+        reader->cache->reserve(reader->sequence, 20);
+      }
+      INFO(steps << " steps, " << drafts << " drafts");
+      for (std::int64_t kept = 0; kept < drafts; ++kept) {
+        if (kept > 0) plain.append(kept);
+        drafting.append(drafts);
+        drafting.attend_last();
+        REQUIRE(drafting.truncate(plain.tokens()));
+        check_same_use(plain, drafting);
+        REQUIRE(same(plain.attend_last(), drafting.attend_last()));
+      }
+      check_same_future(plain, drafting);
+    }
+  }
+}
+
+TEST_CASE("A rejected token does not set off a compression that shows") {
+  const Passage passage(160);
+  Reader plain(small_config(), passage, 60);
+  Reader drafting(small_config(), passage, 60);
+  // Without a reservation the chunk goes with the next append, whatever that appends.
+  for (std::int64_t step = 0; step < scene(50, 20); ++step) {
+    const bool attends = step % scene(1, 4) == 0;
+    plain.append(1);
+    if (attends) plain.attend_last();
+    drafting.append(1);
+    if (attends) drafting.attend_last();
+    drafting.append(4);
+    if (attends) drafting.attend_last();
+    REQUIRE(drafting.truncate(plain.tokens()));
+    if (!attends) continue;
+    REQUIRE(same(plain.attend_last(), drafting.attend_last()) ==
+            (plain.compressed() == drafting.compressed()));
+  }
+  REQUIRE(plain.compressed() > 60);
+  plain.append(1);
+  drafting.append(1);
+  check_same_future(plain, drafting);
+}
+
+TEST_CASE("A sequence goes back as far as its window, and says how far") {
+  CacheConfig config = small_config();
+  config.layers = {layer_of(2, 3, 64, 64), layer_of(2, 3, 64, 64), layer_of(2, 3, 64, 64)};
+  config.layers[2].dense = true;
+  const auto cache = make_cache(config);
+  const SequenceId id = cache->create_sequence(1);
+  const SequenceId other = cache->create_sequence(2);
+  const Passage passage(90);
+  const auto append = [&](SequenceId to, std::int64_t layer, std::int64_t first,
+                          std::int64_t count) {
+    const Block keys = passage.keys.part(first, count);
+    const Block values = passage.values.part(first, count);
+    cache->append(to, layer, keys.view(), values.view());
+  };
+  for (std::int64_t layer = 0; layer < 3; ++layer) append(id, layer, 0, 80);
+  for (std::int64_t layer = 0; layer < 2; ++layer) append(other, layer, 0, 80);
+  Random random(43);
+  const Scores scores = random_scores(random, 2, 80, ScoreKind::random);
+  compress(*cache, id, {scores, scores, {}});
+  for (std::int64_t layer = 0; layer < 3; ++layer) append(id, layer, 80, 3);
+  append(id, 0, 83, 1);  // only one layer has got the next token
+  const Block query = passage.queries.part(83, 1);
+  const Result before = attend(*cache, 0, {id}, query);
+  const MemoryReport memory = cache->memory();
+
+  const Truncation refused = cache->truncate(id, 71);
+  CHECK_FALSE(refused);
+  CHECK(refused.layer == 0);
+  CHECK(refused.least_tokens == 72);
+  CHECK(cache->tokens(id, 0) == 84);
+  CHECK(cache->tokens(id, 2) == 83);
+  CHECK(same(cache->memory(), memory));
+  CHECK(same(attend(*cache, 0, {id}, query), before));
+  check_names(error_of<InvalidArgument>([&] { cache->truncate(id, -1); }), {"-1"});
+  check_names(error_of<InvalidArgument>([&] { cache->truncate(id, 85); }), {"85", "84"});
+  check_names(error_of<InvalidArgument>([&] { cache->truncate(SequenceId{9}, 1); }), {"9"});
+  check_names(error_of<InvalidArgument>([&] { cache->truncate(kNoSequence, 1); }), {"-1"});
+  CHECK(same(cache->memory(), memory));
+
+  // Layers that hold fewer stay as they are.
+  CHECK(cache->truncate(id, 84));
+  CHECK(cache->truncate(id, 83));
+  for (std::int64_t layer = 0; layer < 3; ++layer) CHECK(cache->tokens(id, layer) == 83);
+  CHECK(cache->truncate(id, 72));
+  for (std::int64_t layer = 0; layer < 3; ++layer) CHECK(cache->tokens(id, layer) == 72);
+  // A layer that is not compressed goes back to nothing; the third has never held anything.
+  CHECK(cache->truncate(other, 0));
+  for (std::int64_t layer = 0; layer < 3; ++layer) CHECK(cache->tokens(other, layer) == 0);
+  CHECK(cache->memory(other).host_bytes == 0);
+  CHECK(attend(*cache, 0, {other}, query).lse[0] == -kInfinity);
+  CHECK(cache->truncate(other, 0));
+}
+
+TEST_CASE("A token that fails half-way through the layers is taken back") {
+  CacheConfig config = small_config();
+  config.layers.assign(4, layer_of(2, 3, 64, 64));
+  const std::int64_t row = 2 * 128 * 4;
+  config.host_bytes_limit = row * (4 * 50 + 2);
+  const Passage passage(60);
+  const auto cache = make_cache(config);
+  const SequenceId id = cache->create_sequence(1);
+  const auto append = [&](std::int64_t layer, std::int64_t first, std::int64_t count) {
+    const Block keys = passage.keys.part(first, count);
+    const Block values = passage.values.part(first, count);
+    cache->append(id, layer, keys.view(), values.view());
+  };
+  for (std::int64_t layer = 0; layer < 4; ++layer) append(layer, 0, 50);
+  const Result before = attend(*cache, 0, {id}, passage.queries.part(49, 1));
+  std::int64_t done = 0;
+  const auto step = [&] {
+    for (done = 0; done < 4; ++done) append(done, 50, 1);
+  };
+  CHECK_THROWS_AS(step(), CapacityError);
+  CHECK(done == 2);
+  CHECK(cache->tokens(id, 0) == 51);
+  CHECK(cache->truncate(id, 50));
+  for (std::int64_t layer = 0; layer < 4; ++layer) CHECK(cache->tokens(id, layer) == 50);
+  CHECK(cache->memory().host_bytes == 4 * 50 * row);
+  CHECK(same(attend(*cache, 0, {id}, passage.queries.part(49, 1)), before));
+  // Room that is asked for first shows it before anything has changed.
+  check_names(error_of<CapacityError>([&] { cache->reserve(id, 1); }), {"host"});
+  CHECK(cache->tokens(id, 0) == 50);
+}
+
+TEST_CASE("Within a reservation nothing is compressed, whatever is appended how") {
+  const Passage passage(200);
+  const CacheConfig config = small_config();
+  for (std::int64_t steps = 0; steps < 17; steps += scene(2, 12)) {
+    Reader one_by_one(config, passage, 60);
+    Reader together(config, passage, 60);
+    for (Reader* reader : {&one_by_one, &together}) {
+      for (std::int64_t i = 0; i < steps; ++i) {
+        reader->append(1);
+        if (i % scene(1, 5) == 0) reader->attend_last();
+      }
+      reader->cache->reserve(reader->sequence, 30);
+    }
+    const std::int64_t compressed = together.compressed();
+    for (int i = 0; i < 30; ++i) one_by_one.append(1);
+    together.append(30);
+    CHECK(together.compressed() == compressed);
+    CHECK(one_by_one.compressed() == compressed);
+    REQUIRE(same(one_by_one.attend_last(), together.attend_last()));
+    // The next one is beyond it.
+    together.append(1);
+    CHECK(together.compressed() == compressed + (60 + steps + 30 - 8 - compressed) / 16 * 16);
+    one_by_one.append(1);
+    check_same_future(one_by_one, together);
+  }
+}
+
+TEST_CASE("A reservation counts against the limits and is kept") {
+  CacheConfig config = small_config();
+  config.layers.assign(2, layer_of(2, 3, 64, 64));
+  const std::int64_t row = 2 * 128 * 4;
+  for (const bool host : {true, false}) {
+    const std::int64_t token = host ? row : row + 2 * 12;
+    (host ? config.host_bytes_limit : config.fast_bytes_limit) = 2 * token * 20;
+    const auto cache = make_cache(config);
+    const SequenceId a = cache->create_sequence();
+    const SequenceId b = cache->create_sequence();
+    const Passage passage(30);
+    const auto append = [&](SequenceId id, std::int64_t layer, std::int64_t count) {
+      const Block keys = passage.keys.part(0, count);
+      const Block values = passage.values.part(0, count);
+      cache->append(id, layer, keys.view(), values.view());
+    };
+    INFO((host ? "host" : "fast"));
+    cache->reserve(a, 12);
+    const MemoryReport before = cache->memory();
+    CHECK_THROWS_AS(cache->reserve(b, 9), CapacityError);
+    CHECK_THROWS_AS(append(b, 0, 17), CapacityError);
+    CHECK(same(cache->memory(), before));
+    append(b, 0, 16);
+    CHECK_THROWS_AS(append(b, 1, 1), CapacityError);
+    for (const std::int64_t layer : {0, 1}) append(a, layer, 12);
+    CHECK_THROWS_AS(append(a, 0, 1), CapacityError);
+    // What is given up is free for others.
+    CHECK(cache->truncate(a, 10));
+    CHECK_THROWS_AS(append(b, 1, 1), CapacityError);
+    cache->reserve(a, 0);
+    append(b, 1, 4);
+    CHECK_THROWS_AS(append(b, 1, 1), CapacityError);
+    cache->erase(a);
+    append(b, 1, 20);
+    CHECK(cache->memory().host_bytes == 40 * row);
+    cache->erase(b);
+    const SequenceId c = cache->create_sequence();
+    cache->reserve(c, 20);
+    cache->erase(c);
+    cache->reserve(cache->create_sequence(), 20);
+  }
+  const Victim victim(victim_config());
+  victim.refuses<InvalidArgument>([&] { victim.cache->reserve(victim.a, -1); }, {"-1"});
+  victim.refuses<InvalidArgument>([&] { victim.cache->reserve(SequenceId{77}, 1); }, {"77"});
+  victim.refuses<CapacityError>([&] { victim.cache->reserve(victim.a, std::int64_t{1} << 40); },
+                                {std::to_string((std::int64_t{1} << 40) + 80), "4294967295"});
+}
+
+TEST_CASE("What is reserved needs no memory", "[cpu]") {
+  CacheConfig config = small_config();
+  config.layers.assign(2, layer_of(2, 3, 64, 64));
+  const auto cache = make_cache(config);
+  const Passage passage(120);
+  std::vector<SequenceId> ids;
+  Random random(44);
+  for (int i = 0; i < 2; ++i) {
+    ids.push_back(cache->create_sequence());
+    std::vector<Scores> scores;
+    for (const std::int64_t layer : {0, 1}) {
+      const Block keys = passage.keys.part(0, 70);
+      const Block values = passage.values.part(0, 70);
+      cache->append(ids[size(i)], layer, keys.view(), values.view());
+      scores.push_back(random_scores(random, 2, 70, ScoreKind::random));
+    }
+    compress(*cache, ids[size(i)], scores);
+    const Block keys = passage.keys.part(70, 20);
+    const Block values = passage.values.part(70, 20);
+    for (const std::int64_t layer : {0, 1})
+      cache->append(ids[size(i)], layer, keys.view(), values.view());
+  }
+  const std::int64_t compressed = cache->compressed_tokens(ids[0], 0);
+  // A reservation that fails leaves everything as it was, in every layer.
+  std::int64_t failed = 0;
+  for (std::int64_t limit = 0;; ++limit) {
+    REQUIRE(limit < 1000);
+    const MemoryReport before = cache->memory();
+    allowed = limit;
+    bool threw = false;
+    try {
+      cache->reserve(ids[0], 9);
+    } catch (const std::bad_alloc&) {
+      threw = true;
+    }
+    allowed = -1;
+    if (!threw) break;
+    ++failed;
+    for (const std::int64_t layer : {0, 1})
+      REQUIRE(cache->compressed_tokens(ids[0], layer) == compressed);
+    REQUIRE(cache->memory().fast_bytes() <= before.fast_bytes());
+    REQUIRE(cache->memory().host_bytes == before.host_bytes);
+  }
+  CHECK(failed > 10);
+  for (const std::int64_t layer : {0, 1})
+    CHECK(cache->compressed_tokens(ids[0], layer) == compressed + 16);
+  cache->reserve(ids[1], 9);
+  // Also where a redraw comes between.
+  cache->redraw(ids[0], 99);
+  const Block keys = passage.keys.part(90, 16);
+  const Block values = passage.values.part(90, 16);
+  const Block one_key = passage.keys.part(106, 1);
+  const Block one_value = passage.values.part(106, 1);
+  std::vector<SequenceId> rows(8, ids[0]);
+  rows.resize(16, ids[1]);
+  const AppendBatch batch{rows, keys.view(), values.view()};
+  const std::int64_t before = allocations;
+  allowed = 0;
+  for (const std::int64_t layer : {0, 1}) {
+    cache->append(layer, batch);
+    cache->append(ids[0], layer, one_key.view(), one_value.view());
+  }
+  allowed = -1;
+  CHECK(allocations - before == 0);
+  CHECK(cache->tokens(ids[0], 1) == 99);
+  CHECK(cache->compressed_tokens(ids[0], 1) == compressed + 16);
+}
+
+TEST_CASE("A batched append is as many appends") {
+  CacheConfig config = small_config();
+  const Passage passage(120);
+  const auto one_by_one = make_cache(config);
+  const auto batched = make_cache(config);
+  std::vector<SequenceId> ids;
+  Random random(45);
+  const std::vector<Scores> scores = {random_scores(random, 2, 60, ScoreKind::random)};
+  for (int i = 0; i < 3; ++i) {
+    for (const auto& cache : {one_by_one.get(), batched.get()}) {
+      const SequenceId id = cache->create_sequence(static_cast<std::uint64_t>(i));
+      const Block keys = passage.keys.part(i, 60);
+      cache->append(id, 0, keys.view(), passage.values.part(i, 60).view());
+      if (i < 2) compress(*cache, id, scores);
+      if (cache == batched.get()) ids.push_back(id);
+    }
+  }
+  const std::vector<SequenceId> rows = {ids[1], ids[1], kNoSequence, ids[0],
+                                        ids[2], ids[2], ids[2],      kNoSequence};
+  for (std::int64_t step = 0; step < 12; ++step) {
+    const Block keys = passage.keys.part(4 * step, 8);
+    const Block values = passage.values.part(4 * step, 8);
+    for (std::size_t row = 0; row < 8;) {
+      std::size_t end = row + 1;
+      while (end < 8 && rows[end] == rows[row]) ++end;
+      const std::int64_t first = static_cast<std::int64_t>(row);
+      const std::int64_t count = static_cast<std::int64_t>(end - row);
+      if (rows[row] != kNoSequence) {
+        one_by_one->append(rows[row], 0, keys.part(first, count).view(),
+                           values.part(first, count).view());
+      }
+      row = end;
+    }
+    batched->append(0, {rows, keys.view(), values.view()});
+    if (step % scene(1, 5) != 0) continue;
+    const Block queries = passage.queries.part(step, 3);
+    REQUIRE(same(attend(*one_by_one, 0, ids, queries), attend(*batched, 0, ids, queries)));
+    for (const SequenceId id : ids) REQUIRE(batched->tokens(id, 0) == one_by_one->tokens(id, 0));
+  }
+  CHECK(batched->compressed_tokens(ids[1], 0) > 60);
+
+  // Nothing of a batch that is refused is there.
+  const MemoryReport before = batched->memory();
+  const Block keys = passage.keys.part(0, 8);
+  Block bad = passage.values.part(0, 8);
+  const auto refused = [&](const std::vector<SequenceId>& sequences, const Block& values,
+                           const std::vector<std::string>& parts) {
+    check_names(error_of<InvalidArgument>([&] {
+                  batched->append(0, {sequences, keys.view(), values.view()});
+                }),
+                parts);
+    const MemoryReport after = batched->memory();
+    CHECK(after.host_bytes == before.host_bytes);
+    CHECK(after.fast_bytes() == before.fast_bytes());
+  };
+  std::vector<SequenceId> torn = rows;
+  torn[7] = ids[0];
+  refused(torn, bad, {"row 7", "consecutive"});
+  torn[7] = SequenceId{55};
+  refused(torn, bad, {"55"});
+  torn.pop_back();
+  refused(torn, bad, {"8 rows", "7 sequences"});
+  bad.at(6, 1, 3) = kNaN;
+  refused(rows, bad, {"nan"});
+  // Padding may hold anything, and a batch may hold nothing.
+  bad.at(6, 1, 3) = 0;
+  bad.at(7, 0, 0) = kNaN;
+  batched->append(0, {rows, keys.view(), bad.view()});
+  CHECK(batched->memory().host_bytes == before.host_bytes + 6 * 2 * 128 * 4);
+  batched->append(0, AppendBatch{});
+  batched->attend(0, AttendBatch{});
+  CHECK(batched->memory().host_bytes == before.host_bytes + 6 * 2 * 128 * 4);
+}
+
+TEST_CASE("The reference follows appends, reservations and tokens that are taken back") {
+  for (int trial = 0; trial < trials(12); ++trial) {
+    Random random(50 + static_cast<std::uint64_t>(trial));
+    CacheConfig config = small_config();
+    config.sketch.kind = SketchKind::exact;
+    config.pool = one_of(random, std::vector<Pool>{Pool::head, Pool::layer});
+    const Passage passage(600, random.bits());
+    Reader reader(config, passage, 60);
+    Mirror mirror(config, 5);
+    mirror.append(0, passage.keys.part(0, 60), passage.values.part(0, 60));
+    Random scores(42);
+    mirror.compress({random_scores(scores, 2, 60, ScoreKind::random)});
+    Tally tally;
+    for (int step = 0; step < scene(80, 30); ++step) {
+      const std::int64_t at = reader.tokens();
+      const std::size_t what = random.below(8);
+      if (what == 0) {
+        const std::int64_t count = static_cast<std::int64_t>(random.below(20));
+        reader.cache->reserve(reader.sequence, count);
+        mirror.reserve(count);
+      } else if (what == 1) {
+        const std::int64_t window = at - reader.compressed();
+        const std::int64_t kept =
+            at - static_cast<std::int64_t>(random.below(static_cast<std::size_t>(window) + 1));
+        REQUIRE(reader.truncate(kept));
+        mirror.truncate(kept);
+      } else {
+        const std::int64_t count =
+            random.below(10) == 0 ? 40 : 1 + static_cast<std::int64_t>(random.below(4));
+        reader.append(count);
+        mirror.append(0, passage.keys.part(at, count), passage.values.part(at, count));
+      }
+      REQUIRE(reader.compressed() == static_cast<std::int64_t>(mirror.head(0, 0).odds.size()));
+      REQUIRE(reader.cache->memory(reader.sequence).metadata_bytes ==
+              mirror.memory().metadata_bytes);
+      if (random.below(backend().thinning > 1 ? 2 : 3) == 0) continue;
+      const std::int64_t row = reader.tokens() - 1;
+      const bool checked = step % 8 == 0;
+      const Result result = reader.attend_last();
+      const auto answers = mirror.attend(0, passage.queries, row, checked);
+      if (checked) compare(config, 0, result, 0, answers, "step " + std::to_string(step), tally);
+    }
+    report(tally);
+  }
+}
