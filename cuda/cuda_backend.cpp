@@ -124,8 +124,8 @@ class CudaBackend final : public Backend {
       if (!part.reserved) growths.push_back({part.sequence, layer_index, part.keys.tokens});
       // Before anything changes, room too. What the device finds of device views it tells later.
       if (options_.views == MemorySpace::device) continue;
-      check_stored("keys", part.keys, config_.storage);
-      check_stored("values", part.values, config_.storage);
+      check_stored("keys", part.keys, config_.storage, part.row);
+      check_stored("values", part.values, config_.storage, part.row);
     }
     reserve_growths(growths);
     for (const AppendPart& part : parts) append_rows(layer_index, part);
@@ -195,8 +195,9 @@ class CudaBackend final : public Backend {
     const unsigned long long capture = stream_.capture();
     if (rows > buffers_.rows() && capture != 0) {
       throw CapacityError("a captured batch of " + std::to_string(rows) +
-                          " rows, but there is room for " + std::to_string(buffers_.rows()) +
-                          " (CudaOptions::rows)");
+                              " rows, but there is room for " + std::to_string(buffers_.rows()) +
+                              " (CudaOptions::rows)",
+                          ErrorCode::row_limit, {.layer = layer_index});
     }
     // Padding rows may make the batch larger than the number of sequences; only then is there
     // something to grow.
@@ -476,7 +477,8 @@ class CudaBackend final : public Backend {
 std::uint64_t graph_generation(const Backend& backend) {
   const auto* own = dynamic_cast<const CudaBackend*>(&backend);
   if (own == nullptr)
-    throw InvalidArgument("the cache computes elsewhere: " + backend.description());
+    throw InvalidArgument("the cache computes elsewhere: " + backend.description(),
+                          ErrorCode::wrong_backend);
   return own->graph_generation();
 }
 

@@ -49,20 +49,23 @@ std::unique_ptr<KvCacheManager> make_cuda_cache(CacheConfig config, const CudaOp
   for (const std::string& reason : cuda_unsupported_reasons(config)) {
     text += (text.empty() ? "" : "; ") + reason;
   }
-  if (!text.empty()) throw InvalidArgument(text);
+  if (!text.empty()) throw InvalidArgument(text, ErrorCode::setting);
   const int devices = cuda_device_count();
   if (options.device < 0 || options.device >= devices) {
-    throw InvalidArgument("CUDA device " + std::to_string(options.device) + "; there are " +
-                          std::to_string(devices));
+    throw InvalidArgument(
+        "CUDA device " + std::to_string(options.device) + "; there are " + std::to_string(devices),
+        ErrorCode::setting);
   }
   if (options.rows && (*options.rows < 0 || *options.rows > kMostRows)) {
     throw InvalidArgument("CudaOptions::rows is " + std::to_string(*options.rows) + "; 0 to " +
-                          std::to_string(kMostRows) + " are supported, or none");
+                              std::to_string(kMostRows) + " are supported, or none",
+                          ErrorCode::setting);
   }
   if (!is_known(options.views)) {
     throw InvalidArgument("CudaOptions::views is " +
-                          std::to_string(static_cast<int>(options.views)) +
-                          "; not a value of its enumeration");
+                              std::to_string(static_cast<int>(options.views)) +
+                              "; not a value of its enumeration",
+                          ErrorCode::setting);
   }
   const cuda::CurrentDevice current(options.device);
   auto backend = cuda::make_backend(config, options);

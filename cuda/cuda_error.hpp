@@ -21,10 +21,12 @@ inline void check(cudaError_t status, const char* call, const char* file, int li
   if (status == cudaSuccess) return;
   take_back(status);
   const std::string path = file;
-  throw DeviceError(std::string(call) + " failed at " + path.substr(path.rfind('/') + 1) + ":" +
-                        std::to_string(line) + ": " + cudaGetErrorName(status) + ", " +
-                        cudaGetErrorString(status),
-                    static_cast<int>(status), status == cudaErrorMemoryAllocation);
+  throw DeviceError(
+      std::string(call) + " failed at " + path.substr(path.rfind('/') + 1) + ":" +
+          std::to_string(line) + ": " + cudaGetErrorName(status) + ", " +
+          cudaGetErrorString(status),
+      static_cast<int>(status),
+      status == cudaErrorMemoryAllocation ? ErrorCode::device_memory : ErrorCode::device);
 }
 
 }  // namespace verkv::cuda

@@ -73,7 +73,8 @@ class HostBuffer::Refusals {
         "no " + std::to_string(bytes) + " bytes of " +
             (require_pinned ? "pinned memory" : "main memory in reach of the device") + " for " +
             what + ": " + text_,
-        static_cast<int>(first_ == cudaSuccess ? cudaErrorMemoryAllocation : first_), true);
+        static_cast<int>(first_ == cudaSuccess ? cudaErrorMemoryAllocation : first_),
+        ErrorCode::system_memory);
   }
 
  private:

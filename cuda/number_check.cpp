@@ -18,12 +18,13 @@ void NumberCheck::raise(DType storage, const Stream& stream) const {
   stream.clear(found_);
   const NumberPlace place{bad.token, bad.head, bad.coordinate};
   const auto refuse_appended = [&](const char* what) {
-    refuse_stored(fmt::format("{} of sequence {}, layer {}", what, bad.sequence, bad.layer), place,
-                  bad.number, storage);
+    refuse_stored(fmt::format("{} of sequence {}, layer {}", what, bad.sequence, bad.layer),
+                  bad.layer, place, bad.number, storage);
   };
   switch (bad.source) {
     case NumberSource::queries:
-      refuse_query(fmt::format("queries of a step, layer {}", bad.layer), place, bad.number);
+      refuse_query(fmt::format("queries of a step, layer {}", bad.layer), bad.layer, place,
+                   bad.number);
     case NumberSource::values:
       refuse_appended("values");
       break;

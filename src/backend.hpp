@@ -30,6 +30,7 @@ struct AppendPart {
   TensorView values;
   // Whether there is room by an earlier reserve; if not, append reserves as that does.
   bool reserved = false;
+  std::int64_t row = -1;  // of its batch, where it begins; -1: there is none
 };
 
 class Backend {

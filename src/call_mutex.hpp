@@ -19,10 +19,10 @@ class CallMutex {
   // Throws InvalidArgument in another process.
   void lock() {
     if (const long here = this_process(); here != maker_) {
-      invalid(
-          "the cache belongs to process {}, this is process {}: a child has a copy that it "
-          "cannot use",
-          maker_, here);
+      invalid(ErrorCode::wrong_process,
+              "the cache belongs to process {}, this is process {}: a child has a copy that it "
+              "cannot use",
+              maker_, here);
     }
     mutex_.lock();
   }

@@ -1,7 +1,5 @@
 #include "compression.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <exception>
@@ -9,8 +7,9 @@
 #include <utility>
 
 #include <verkv/clusters.hpp>
-#include <verkv/error.hpp>
 #include <verkv/inclusion.hpp>
+
+#include "invalid.hpp"
 
 namespace verkv {
 namespace {
@@ -65,9 +64,9 @@ void check_importance(const ImportanceView& view, std::size_t layer) {
                                         static_cast<std::size_t>(view.tokens));
     const std::optional<std::int64_t> bad = first_invalid_importance(scores);
     if (!bad) continue;
-    throw InvalidArgument(fmt::format(
-        "layer {}, head {}, token {}: importance {}; scores must be finite and not negative", layer,
-        h, *bad, scores[static_cast<std::size_t>(*bad)]));
+    invalid(ErrorCode::number, {static_cast<std::int64_t>(layer), -1, h, *bad},
+            "layer {}, head {}, token {}: importance {}; scores must be finite and not negative",
+            layer, h, *bad, scores[static_cast<std::size_t>(*bad)]);
   }
 }
 
@@ -435,10 +434,10 @@ std::vector<float> gather_queries(const TensorView& view, std::size_t layer,
       for (std::int64_t j = 0; j < view.dim; ++j) {
         const float x = load_element(row, 0, j);
         if (!std::isfinite(x)) {
-          throw InvalidArgument(fmt::format(
-              "prompt query of layer {}, position {}, head {}, coordinate {} is {}; it must be "
-              "finite",
-              layer, t, head, j, x));
+          invalid(ErrorCode::number, {static_cast<std::int64_t>(layer), -1, head, t},
+                  "prompt query of layer {}, position {}, head {}, coordinate {} is {}; it must be "
+                  "finite",
+                  layer, t, head, j, x);
         }
         result.push_back(x);
       }

@@ -72,18 +72,22 @@ struct KvCacheManager::Impl {
   // Of a batched append; with room for every sequence.
   std::vector<AppendPart> parts;
 
-  Sequence& find(SequenceId id) {
+  // row: of a batch.
+  Sequence& find(SequenceId id, std::int64_t row = -1) {
     const auto it = sequences.find(id.value);
-    if (it == sequences.end()) invalid("sequence {} is unknown", id.value);
+    if (it == sequences.end())
+      invalid(ErrorCode::unknown_sequence, {.row = row}, "sequence {} is unknown", id.value);
     return it->second;
   }
 
   const LayerConfig& layer(std::int64_t index) const {
     if (index < 0 || index >= static_cast<std::int64_t>(config.layers.size())) {
-      invalid("layer {}; the configuration has layers 0 to {}", index, config.layers.size() - 1);
+      invalid(ErrorCode::unknown_layer, "layer {}; the configuration has layers 0 to {}", index,
+              config.layers.size() - 1);
     }
     const LayerConfig& result = config.layers[static_cast<std::size_t>(index)];
-    if (!result.cached) invalid("layer {} is configured to keep no cache", index);
+    if (!result.cached)
+      invalid(ErrorCode::unknown_layer, "layer {} is configured to keep no cache", index);
     return result;
   }
 
@@ -154,17 +158,18 @@ struct KvCacheManager::Impl {
   // freed: of what is promised, what is asked for anew.
   void check_limits(const Bytes& wanted, const Bytes& freed) const {
     const auto check = [](const char* tier, std::int64_t used, std::int64_t kept, std::int64_t more,
-                          std::optional<std::int64_t> limit) {
+                          std::optional<std::int64_t> limit, ErrorCode code) {
       if (!limit || used + kept + more <= *limit) return;
       const std::string also = kept > 0 ? fmt::format(", {} reserved for others", kept) : "";
       throw CapacityError(
           fmt::format("{} tier: {} bytes in use{} and {} more wanted, the limit is {}", tier, used,
-                      also, more, *limit));
+                      also, more, *limit),
+          code);
     };
     check("host", total.host_bytes, promised.host - freed.host, wanted.host,
-          config.host_bytes_limit);
+          config.host_bytes_limit, ErrorCode::host_limit);
     check("fast", total.fast_bytes(), promised.fast - freed.fast, wanted.fast,
-          config.fast_bytes_limit);
+          config.fast_bytes_limit, ErrorCode::fast_limit);
   }
 
   void check_length(SequenceId id, std::int64_t layer, std::int64_t count) const {
@@ -173,7 +178,8 @@ struct KvCacheManager::Impl {
     const std::uint64_t wanted =
         static_cast<std::uint64_t>(held_now) + static_cast<std::uint64_t>(count);
     throw CapacityError(
-        fmt::format("{} tokens would be held; a sequence has at most {}", wanted, kMaxTokens));
+        fmt::format("{} tokens would be held; a sequence has at most {}", wanted, kMaxTokens),
+        ErrorCode::token_limit, {.layer = layer});
   }
 
   // Fills `parts`, a part for each run of consecutive rows of a sequence.
@@ -185,12 +191,14 @@ struct KvCacheManager::Impl {
       std::size_t end = row + 1;
       while (end < batch.sequences.size() && batch.sequences[end] == id) ++end;
       if (id != kNoSequence) {
-        mark_run(find(id), id, row);
+        const std::int64_t first = static_cast<std::int64_t>(row);
+        mark_run(find(id, first), id, first);
         AppendPart part{id, batch.keys, batch.values};
         for (TensorView* view : {&part.keys, &part.values}) {
-          view->data = view->row(static_cast<std::int64_t>(row), 0);
+          view->data = view->row(first, 0);
           view->tokens = static_cast<std::int64_t>(end - row);
         }
+        part.row = first;
         parts.push_back(part);
       }
       row = end;
@@ -198,9 +206,10 @@ struct KvCacheManager::Impl {
   }
 
   // The first row of a run of rows of one sequence.
-  void mark_run(Sequence& sequence, SequenceId id, std::size_t row) const {
+  void mark_run(Sequence& sequence, SequenceId id, std::int64_t row) const {
     if (sequence.last_batch == batch_count) {
-      invalid("sequence {} appears again in row {}; its rows in a batch must be consecutive",
+      invalid(ErrorCode::repeated, {.row = row},
+              "sequence {} appears again in row {}; its rows in a batch must be consecutive",
               id.value, row);
     }
     sequence.last_batch = batch_count;
@@ -296,35 +305,47 @@ void KvCacheManager::erase(SequenceId sequence) {
   impl_->sequences.erase(sequence.value);
 }
 
-std::int64_t KvCacheManager::tokens(SequenceId sequence, std::int64_t layer) const {
+std::int64_t KvCacheManager::tokens(SequenceId sequence, std::int64_t layer) const try {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   impl_->layer(layer);
   return impl_->backend->tokens(sequence, layer);
+} catch (Error& error) {
+  error.add_place({.layer = layer});
+  throw;
 }
 
-std::int64_t KvCacheManager::compressed_tokens(SequenceId sequence, std::int64_t layer) const {
+std::int64_t KvCacheManager::compressed_tokens(SequenceId sequence, std::int64_t layer) const try {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   impl_->layer(layer);
   return impl_->backend->compressed_tokens(sequence, layer);
+} catch (Error& error) {
+  error.add_place({.layer = layer});
+  throw;
 }
 
 void KvCacheManager::append(SequenceId sequence, std::int64_t layer_index, const TensorView& keys,
-                            const TensorView& values) {
+                            const TensorView& values) try {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   check_tokens(keys, values, impl_->layer(layer_index));
   if (keys.tokens == 0) return;
   AppendPart part{sequence, keys, values};
   impl_->append(layer_index, std::span(&part, 1));
+} catch (Error& error) {
+  error.add_place({.layer = layer_index});
+  throw;
 }
 
-void KvCacheManager::append(std::int64_t layer_index, const AppendBatch& batch) {
+void KvCacheManager::append(std::int64_t layer_index, const AppendBatch& batch) try {
   const std::lock_guard lock(impl_->mutex);
   check_batch(batch, impl_->layer(layer_index));
   impl_->cut_into_parts(batch);
   impl_->append(layer_index, impl_->parts);
+} catch (Error& error) {
+  error.add_place({.layer = layer_index});
+  throw;
 }
 
 void KvCacheManager::reserve(SequenceId id, std::int64_t tokens) {
@@ -397,7 +418,12 @@ void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceVie
                               impl_->backend->compressed_tokens(sequence, index);
     check_importance(i, importance[i], layer, open);
     if (prompt_queries.empty() || prompt_queries[i].tokens == 0) continue;
-    check_rows("prompt queries", prompt_queries[i], layer.query_heads, layer.key_dim);
+    try {
+      check_rows("prompt queries", prompt_queries[i], layer.query_heads, layer.key_dim);
+    } catch (Error& error) {
+      error.add_place({.layer = index});
+      throw;
+    }
   }
   impl_->booked(impl_->all_layers(sequence), [&] {
     impl_->backend->compress(sequence, importance, prompt_queries);
@@ -412,18 +438,24 @@ void KvCacheManager::redraw(SequenceId sequence, std::uint64_t draw) {
   impl_->booked(impl_->all_layers(sequence), [&] { impl_->backend->redraw(sequence, draw); });
 }
 
-void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) {
+void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) try {
   const std::lock_guard lock(impl_->mutex);
   check_batch(batch, impl_->layer(layer_index));
   ++impl_->batch_count;
-  for (const SequenceId id : batch.sequences) {
+  for (std::size_t i = 0; i < batch.sequences.size(); ++i) {
+    const SequenceId id = batch.sequences[i];
     if (id == kNoSequence) continue;
-    Impl::Sequence& sequence = impl_->find(id);
+    const std::int64_t row = static_cast<std::int64_t>(i);
+    Impl::Sequence& sequence = impl_->find(id, row);
     if (sequence.last_batch == impl_->batch_count)
-      invalid("sequence {} appears twice in one batch", id.value);
+      invalid(ErrorCode::repeated, {.row = row}, "sequence {} appears twice in one batch",
+              id.value);
     sequence.last_batch = impl_->batch_count;
   }
   impl_->backend->attend(layer_index, batch);
+} catch (Error& error) {
+  error.add_place({.layer = layer_index});
+  throw;
 }
 
 MemoryReport KvCacheManager::memory() const {
@@ -439,10 +471,13 @@ MemoryReport KvCacheManager::memory(SequenceId sequence) const {
   return impl_->held(sequence);
 }
 
-LayerStatistics KvCacheManager::statistics(std::int64_t layer) const {
+LayerStatistics KvCacheManager::statistics(std::int64_t layer) const try {
   const std::lock_guard lock(impl_->mutex);
   impl_->layer(layer);
   return impl_->backend->statistics(layer);
+} catch (Error& error) {
+  error.add_place({.layer = layer});
+  throw;
 }
 
 void KvCacheManager::reset_statistics() {

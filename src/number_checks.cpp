@@ -1,11 +1,9 @@
 #include "number_checks.hpp"
 
-#include <fmt/format.h>
-
 #include <cmath>
 #include <limits>
 
-#include <verkv/error.hpp>
+#include "invalid.hpp"
 
 namespace verkv {
 namespace {
@@ -28,23 +26,28 @@ void find_beyond(float limit, const TensorView& view, Found&& found) {
 
 }  // namespace
 
-void refuse_stored(std::string_view what, const NumberPlace& place, float number, DType storage) {
-  throw InvalidArgument(
-      fmt::format("{}: token {}, head {}, coordinate {} is {}; it must be finite and, stored as "
-                  "{}, not above {} "
-                  "in size",
-                  what, place.token, place.head, place.coordinate, number, name(storage),
-                  largest_number(storage)));
+void refuse_stored(std::string_view what, std::int64_t layer, const NumberPlace& place,
+                   float number, DType storage) {
+  invalid(
+      ErrorCode::number, {layer, place.row, place.head, place.token},
+      "{}: token {}, head {}, coordinate {} is {}; it must be finite and, stored as {}, not above "
+      "{} in size",
+      what, place.token, place.head, place.coordinate, number, name(storage),
+      largest_number(storage));
 }
 
-void refuse_query(std::string_view what, const NumberPlace& place, float number) {
-  throw InvalidArgument(fmt::format("{}: row {}, head {}, coordinate {} is {}; it must be finite",
-                                    what, place.token, place.head, place.coordinate, number));
+void refuse_query(std::string_view what, std::int64_t layer, const NumberPlace& place,
+                  float number) {
+  invalid(ErrorCode::number, {layer, place.token, place.head, -1},
+          "{}: row {}, head {}, coordinate {} is {}; it must be finite", what, place.token,
+          place.head, place.coordinate, number);
 }
 
-void check_stored(std::string_view what, const TensorView& view, DType storage) {
-  find_beyond(largest_number(storage), view, [&](const NumberPlace& place, float number) {
-    refuse_stored(what, place, number, storage);
+void check_stored(std::string_view what, const TensorView& view, DType storage,
+                  std::int64_t first_row) {
+  find_beyond(largest_number(storage), view, [&](NumberPlace place, float number) {
+    if (first_row >= 0) place.row = place.token += first_row;
+    refuse_stored(what, -1, place, number, storage);
   });
 }
 
@@ -56,7 +59,7 @@ void check_queries(const AttendBatch& batch) {
     row.data = batch.queries.row(static_cast<std::int64_t>(i), 0);
     find_beyond(std::numeric_limits<float>::max(), row, [&](NumberPlace place, float number) {
       place.token = static_cast<std::int64_t>(i);
-      refuse_query("queries", place, number);
+      refuse_query("queries", -1, place, number);
     });
   }
 }

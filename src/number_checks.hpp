@@ -17,17 +17,21 @@ struct NumberPlace {
   std::int64_t token = 0;  // of queries: the row of the batch
   std::int64_t head = 0;
   std::int64_t coordinate = 0;
+  std::int64_t row = -1;  // of a batch of keys or values, whose rows are tokens
 };
 
-// Throw InvalidArgument. what: keys, values or queries, and which if that is not plain.
-[[noreturn]] VERKV_API void refuse_stored(std::string_view what, const NumberPlace& place,
-                                          float number, DType storage);
-[[noreturn]] VERKV_API void refuse_query(std::string_view what, const NumberPlace& place,
-                                         float number);
+// Throw InvalidArgument. what: keys, values or queries, and which if that is not plain. layer: -1
+// where only the manager knows it.
+[[noreturn]] VERKV_API void refuse_stored(std::string_view what, std::int64_t layer,
+                                          const NumberPlace& place, float number, DType storage);
+[[noreturn]] VERKV_API void refuse_query(std::string_view what, std::int64_t layer,
+                                         const NumberPlace& place, float number);
 
 // Throw InvalidArgument unless every number of a view that the host can read is finite and fits the
-// storage type, or is finite in every row that is not padding.
-VERKV_API void check_stored(std::string_view what, const TensorView& view, DType storage);
+// storage type, or is finite in every row that is not padding. first_row: of a batch whose rows are
+// the view's tokens; -1: of none.
+VERKV_API void check_stored(std::string_view what, const TensorView& view, DType storage,
+                            std::int64_t first_row = -1);
 VERKV_API void check_queries(const AttendBatch& batch);
 
 }  // namespace verkv

@@ -232,22 +232,24 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
 
 void check_config(const CacheConfig& config) {
   const std::vector<std::string> reasons = unsupported_reasons(config);
-  if (!reasons.empty()) throw InvalidArgument(fmt::format("{}", fmt::join(reasons, "; ")));
+  if (!reasons.empty()) invalid(ErrorCode::setting, "{}", fmt::join(reasons, "; "));
 }
 
 double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType storage,
                            const SketchConfig& sketch, Estimator estimator) {
   if (!(fast_share > 0 && fast_share <= 1))
-    invalid("fast share {}; must lie in (0, 1]", fast_share);
+    invalid(ErrorCode::setting, "fast share {}; must lie in (0, 1]", fast_share);
   if (layer.key_dim < 1 || layer.key_dim > kMaxDim || layer.value_dim < 1 ||
       layer.value_dim > kMaxDim) {
-    invalid("head sizes {} and {}; 1 to {} are supported", layer.key_dim, layer.value_dim, kMaxDim);
+    invalid(ErrorCode::setting, "head sizes {} and {}; 1 to {} are supported", layer.key_dim,
+            layer.value_dim, kMaxDim);
   }
   Reasons reasons;
   check_storage(storage, reasons);
   check_sketch(sketch, reasons);
   reasons.add_unless_known("estimator", estimator);
-  if (const auto list = reasons.take(); !list.empty()) invalid("{}", fmt::join(list, "; "));
+  if (const auto list = reasons.take(); !list.empty())
+    invalid(ErrorCode::setting, "{}", fmt::join(list, "; "));
   const double full = static_cast<double>(layer.key_dim + layer.value_dim) *
                       static_cast<double>(size_bytes(storage));
   // Per token: sketch and odds; per resident: its row and its position. The matrices of the sketch
@@ -268,7 +270,8 @@ double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType st
   }
   const double keep = (fast_share * full - fixed) / (full + sizeof(std::uint32_t));
   if (!(keep > 0)) {
-    invalid("a fast share of {} cannot hold the sketch; it needs more than {:.4f}", fast_share,
+    invalid(ErrorCode::setting,
+            "a fast share of {} cannot hold the sketch; it needs more than {:.4f}", fast_share,
             fixed / full);
   }
   return std::min(1.0, keep);

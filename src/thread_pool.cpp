@@ -17,7 +17,8 @@ ThreadPool::ThreadPool(int threads, const StartThread& start_thread) {
     const int running = size();
     stop();
     throw CapacityError(fmt::format("{} threads are wanted; the system gives no more than {}: {}",
-                                    wanted, running, reason));
+                                    wanted, running, reason),
+                        ErrorCode::thread_limit);
   };
   try {
     threads_.reserve(static_cast<std::size_t>(wanted - 1));

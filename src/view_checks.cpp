@@ -64,15 +64,19 @@ void check_rows(const char* what, const TensorView& view, std::int64_t heads, st
 
 void check_importance(std::size_t i, const ImportanceView& view, const LayerConfig& layer,
                       std::int64_t open) {
+  const ErrorPlace place{.layer = static_cast<std::int64_t>(i)};
   if (view.heads != layer.kv_heads || view.tokens != open) {
     invalid(
+        ErrorCode::shape, place,
         "layer {}: importance of {} heads and {} tokens given; {} heads and {} tokens that are not "
         "yet compressed are expected",
         i, view.heads, view.tokens, layer.kv_heads, open);
   }
-  if (open > 0 && view.data == nullptr) invalid("layer {}: null importance for {} tokens", i, open);
+  if (open > 0 && view.data == nullptr)
+    invalid(ErrorCode::shape, place, "layer {}: null importance for {} tokens", i, open);
   if (view.heads > 1 && view.head_stride < open && view.head_stride > -open) {
     invalid(
+        ErrorCode::shape, place,
         "layer {}: importance of {} heads with a stride of {} elements; their {} tokens need at "
         "least "
         "as many, or heads share scores",

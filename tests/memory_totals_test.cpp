@@ -130,7 +130,8 @@ class CountingBackend final : public verkv::Backend {
       touched(part.sequence);
       lengths_[part.sequence.value][layer] += part.keys.tokens;
     }
-    if (fails) throw verkv::DeviceError("after memory was taken", 2, true);
+    if (fails)
+      throw verkv::DeviceError("after memory was taken", 2, verkv::ErrorCode::device_memory);
   }
   void truncate(SequenceId id, std::int64_t layer, std::int64_t tokens) override {
     touched(id);

@@ -95,6 +95,7 @@ std::string complaint(const TemporaryFile& file, const std::string& bytes) {
   try {
     RecordedCache::load(file.path());
   } catch (const FormatError& error) {
+    CHECK(error.code() == verkv::ErrorCode::format);
     return error.what();
   }
   return {};

@@ -89,9 +89,9 @@ TEST_CASE("A view whose type is none is refused wherever it enters, and changes 
   const auto view = [&](DType type, std::int64_t tokens) {
     return verkv::token_major(numbers.data(), type, tokens, 1, kDim);
   };
-  const std::uint8_t none = GENERATE(3, 9, 255);
+  const int none = GENERATE(3, 9, 255);
   const TensorView good = view(DType::f32, kTokens);
-  const TensorView bad = view(DType{none}, kTokens);
+  const TensorView bad = view(static_cast<DType>(none), kTokens);
   const std::vector<float> scores(kTokens, 1.0f);
   const verkv::ImportanceView importance{scores.data(), 1, kTokens, kTokens};
   std::vector<float> output(kDim, 7.0f);
@@ -113,7 +113,7 @@ TEST_CASE("A view whose type is none is refused wherever it enters, and changes 
   CHECK(cache->compressed_tokens(id, 0) == 0);
   verkv::AttendBatch batch;
   batch.sequences = {&id, 1};
-  batch.queries = view(DType{none}, 1);
+  batch.queries = view(static_cast<DType>(none), 1);
   batch.output = output;
   CHECK(refused([&] { cache->attend(0, batch); }));
   CHECK(output == std::vector<float>(kDim, 7.0f));

@@ -90,6 +90,7 @@ TEST_CASE("A pool whose threads do not all start leaves none behind") {
         const verkv::ThreadPool pool(4, start);
         FAIL_CHECK("a pool of " << pool.size());
       } catch (const verkv::CapacityError& error) {
+        CHECK(error.code() == verkv::ErrorCode::thread_limit);
         const std::string text = error.what();
         INFO(text);
         CHECK(text.find("4 threads") != std::string::npos);

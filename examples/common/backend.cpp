@@ -34,7 +34,7 @@ std::string backend_refusal(BackendKind kind, CacheConfig) {
 
 std::unique_ptr<KvCacheManager> make_cache(BackendKind kind, CacheConfig config) {
   const std::string refusal = backend_refusal(kind, config);
-  if (!refusal.empty()) throw DeviceError("the CUDA backend: " + refusal, 0, false);
+  if (!refusal.empty()) throw DeviceError("the CUDA backend: " + refusal, 0, ErrorCode::device);
   return make_cpu_cache(std::move(config));
 }
 

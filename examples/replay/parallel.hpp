@@ -51,8 +51,9 @@ void run_parallel(std::int64_t count, std::int64_t threads, F&& f, const Start& 
   for (std::thread& worker : workers) worker.join();
   if (refused) {
     throw CapacityError(std::to_string(wanted) +
-                        " threads are wanted; the system gives no more than " +
-                        std::to_string(workers.size() + 1));
+                            " threads are wanted; the system gives no more than " +
+                            std::to_string(workers.size() + 1),
+                        ErrorCode::thread_limit);
   }
   if (failure) std::rethrow_exception(failure);
 }

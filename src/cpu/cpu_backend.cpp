@@ -105,8 +105,8 @@ class CpuBackend final : public Backend {
 
   void append(std::int64_t layer_index, std::span<const AppendPart> parts) override {
     for (const AppendPart& part : parts) {
-      check_stored("keys", part.keys, config_.storage);
-      check_stored("values", part.values, config_.storage);
+      check_stored("keys", part.keys, config_.storage, part.row);
+      check_stored("values", part.values, config_.storage, part.row);
     }
     // Allocates nothing where there is room already.
     std::vector<Growth> growths;

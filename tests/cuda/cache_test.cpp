@@ -923,6 +923,7 @@ TEST_CASE("refused memory leaves the cache as it was", "[cpu-device]") {
           return;
         } catch (const DeviceError& error) {
           REQUIRE(error.out_of_memory());
+          REQUIRE(error.code() != verkv::ErrorCode::device);
           REQUIRE(std::string(error.what()).find("bytes") != std::string::npos);
           ++failures;
         }
@@ -999,6 +1000,7 @@ TEST_CASE("where pinning is refused pageable memory stands in", "[cpu-device]") 
           FAIL("no refusal");
         } catch (const DeviceError& error) {
           REQUIRE(error.out_of_memory());
+          CHECK(error.code() == verkv::ErrorCode::system_memory);
           CHECK_THAT(error.what(), Catch::Contains("bytes of main memory in reach of the device"));
           CHECK_THAT(error.what(), Catch::Contains("cudaHostAlloc: "));
           CHECK_THAT(error.what(), Catch::Contains("cudaHostRegister: not supported"));
@@ -1057,8 +1059,9 @@ TEST_CASE("a fault is no refusal of pinning", "[cpu-device]") {
     cache->append(id, 0, view, view);
     FAIL("no error");
   } catch (const DeviceError& error) {
-    CHECK(error.code() == cudaErrorLaunchFailure);
+    CHECK(error.device_code() == cudaErrorLaunchFailure);
     CHECK(!error.out_of_memory());
+    CHECK(error.code() == verkv::ErrorCode::device);
   }
   REQUIRE_NOTHROW(cache->append(id, 0, view, view));
 }

@@ -165,7 +165,7 @@ TEST_CASE("A share of the fast tier is met by the keep that is computed for it",
 }
 
 TEST_CASE("Running out of memory changes nothing", "[cpu]") {
-  for (const int what : {0, 1, 2, 3, 4}) {
+  for (const int what : {0, 1, 2, 3, 4, 5, 6, 7, 8}) {
     CacheConfig config = victim_config();
     if (what == 1) config.sketch.kind = SketchKind::exact;
     const Victim victim(config);
@@ -175,6 +175,18 @@ TEST_CASE("Running out of memory changes nothing", "[cpu]") {
     const Block values = random_block(random, 100, 2, 48, 1);
     const Scores scores = random_scores(random, 2, 80, ScoreKind::random);
     const std::vector<ImportanceView> views = {scores.view(), {}, scores.view()};
+    // Rows for which there has never been a sequence: their reports need room.
+    const std::vector<SequenceId> nobody(9, kNoSequence);
+    const Block queries = random_block(random, 9, 6, 64, 1);
+    std::vector<float> output(size(9 * 6 * 48));
+    AttendBatch padding;
+    padding.sequences = nobody;
+    padding.queries = queries.view();
+    padding.output = output;
+    // Of both sequences.
+    std::vector<SequenceId> rows(50, victim.a);
+    rows.resize(100, victim.b);
+    const AppendBatch mixed{rows, keys.view(), values.view()};
     std::int64_t failed = 0;
     for (std::int64_t limit = 0;; ++limit) {
       REQUIRE(limit < 1000);
@@ -185,6 +197,10 @@ TEST_CASE("Running out of memory changes nothing", "[cpu]") {
         if (what == 1 || what == 4) cache.compress(victim.b, views);
         if (what == 2) cache.redraw(victim.a, 99);
         if (what == 3) cache.create_sequence();
+        if (what == 5) cache.attend(0, padding);
+        if (what == 6) static_cast<void>(cache.description());
+        if (what == 7) cache.append(0, mixed);
+        if (what == 8) cache.reserve(victim.a, 500);
       } catch (const std::bad_alloc&) {
         threw = true;
       }
@@ -207,7 +223,7 @@ TEST_CASE("Running out of memory changes nothing", "[cpu]") {
     // And then it has happened as a whole.
     if (what == 0) CHECK(cache.tokens(victim.b, 0) == 180);
     if (what == 1 || what == 4) CHECK(cache.compressed_tokens(victim.b, 2) == 72);
-    if (what == 3) continue;
+    if (what == 3 || what == 5 || what == 6 || what == 8) continue;
     const Result result = attend(cache, 0, {victim.a, victim.b}, victim.queries);
     CHECK_FALSE(same(result, victim.answers[0]));
   }
