@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     report[1] = certified;
     report[2] = state.planned;
     report[3] = __double_as_longlong(error);
-    count_decision(step, query_head, certified, enlarges(error), state.planned);
+    count_decision(step, query_head, bound, certified, enlarges(error), state.planned);
     if (query_head % layer.group == 0) count_group(step, pair);
   }
   // Without clusters nothing is known of what is left, where anything weighs.

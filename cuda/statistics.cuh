@@ -18,11 +18,12 @@ VERKV_DEVICE void add_to(std::int64_t& counter, std::int64_t n) {
 
 // Reports to the layer's counters, by one thread. Integers: the order of the blocks does not
 // matter.
-VERKV_DEVICE void count_decision(const StepView& step, std::int64_t query_head, bool certified,
-                                 bool enlarged, std::int64_t planned) {
+VERKV_DEVICE void count_decision(const StepView& step, std::int64_t query_head, double bound,
+                                 bool certified, bool enlarged, std::int64_t planned) {
   if (step.counters == nullptr) return;
   add_to(step.counters->steps, query_head % step.layer.query_heads() == 0);
   add_to(step.counters->decisions, 1);
+  add_to(step.counters->bounds[bound_bucket(bound)], 1);
   add_to(step.counters->certified, certified);
   add_to(step.counters->enlarged, enlarged);
   add_to(step.counters->fetching, planned > 0);

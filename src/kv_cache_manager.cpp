@@ -14,9 +14,11 @@
 #include <vector>
 
 #include "call_mutex.hpp"
+#include "call_times.hpp"
 #include "invalid.hpp"
 #include "manager_access.hpp"
 #include "settings.hpp"
+#include "tier_bytes.hpp"
 #include "view_checks.hpp"
 #include "window_score.hpp"
 
@@ -28,21 +30,11 @@ constexpr std::int64_t kMaxTokens = (std::int64_t{1} << 32) - 1;
 // Position and score of a token of the local window.
 constexpr std::int64_t kWindowMetadataBytes = 12;
 
-// to += sign * one.
-void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign = 1) {
-  to.resident_bytes += sign * one.resident_bytes;
-  to.sketch_bytes += sign * one.sketch_bytes;
-  to.metadata_bytes += sign * one.metadata_bytes;
-  to.host_bytes += sign * one.host_bytes;
-  to.basis_bytes += sign * one.basis_bytes;
-  to.workspace_bytes += sign * one.workspace_bytes;
-  to.reserved_bytes += sign * one.reserved_bytes;
-  to.pageable_bytes += sign * one.pageable_bytes;
-}
-
 }  // namespace
 
 struct KvCacheManager::Impl {
+  using Bytes = TierBytes;
+
   // Calls share the backend's threads and workspaces, so they take turns.
   CallMutex mutex;
   struct Sequence {
@@ -50,16 +42,6 @@ struct KvCacheManager::Impl {
     // [layer]: `reserve` has made room for so many tokens.
     std::vector<std::int64_t> reserved;
   };
-  // Bytes by tier.
-  struct Bytes {
-    std::int64_t host = 0;
-    std::int64_t fast = 0;
-    void add(const Bytes& other, std::int64_t sign = 1) {
-      host += sign * other.host;
-      fast += sign * other.fast;
-    }
-  };
-
   CacheConfig config;
   std::unique_ptr<Backend> backend;
   std::unordered_map<std::int64_t, Sequence> sequences;
@@ -69,6 +51,7 @@ struct KvCacheManager::Impl {
   MemoryReport total;
   // What `reserve` has promised to tokens that are not there yet, likewise.
   Bytes promised;
+  CallTimes times;
   // Of a batched append; with room for every sequence.
   std::vector<AppendPart> parts;
 
@@ -157,19 +140,10 @@ struct KvCacheManager::Impl {
 
   // freed: of what is promised, what is asked for anew.
   void check_limits(const Bytes& wanted, const Bytes& freed) const {
-    const auto check = [](const char* tier, std::int64_t used, std::int64_t kept, std::int64_t more,
-                          std::optional<std::int64_t> limit, ErrorCode code) {
-      if (!limit || used + kept + more <= *limit) return;
-      const std::string also = kept > 0 ? fmt::format(", {} reserved for others", kept) : "";
-      throw CapacityError(
-          fmt::format("{} tier: {} bytes in use{} and {} more wanted, the limit is {}", tier, used,
-                      also, more, *limit),
-          code);
-    };
-    check("host", total.host_bytes, promised.host - freed.host, wanted.host,
-          config.host_bytes_limit, ErrorCode::host_limit);
-    check("fast", total.fast_bytes(), promised.fast - freed.fast, wanted.fast,
-          config.fast_bytes_limit, ErrorCode::fast_limit);
+    const Bytes held{total.host_bytes, total.fast_bytes()};
+    Bytes kept = promised;
+    kept.add(freed, -1);
+    check_tiers(config, held, kept, wanted);
   }
 
   void check_length(SequenceId id, std::int64_t layer, std::int64_t count) const {
@@ -223,6 +197,7 @@ struct KvCacheManager::Impl {
 
   // Each sequence at most once.
   void append(std::int64_t layer, std::span<AppendPart> all) {
+    const Stopwatch watch = times.appending(layer);
     Bytes wanted;
     Bytes freed;
     for (AppendPart& part : all) {
@@ -237,6 +212,32 @@ struct KvCacheManager::Impl {
       for (const AppendPart& part : all) f(part.sequence, layer);
     };
     booked(each, [&] { backend->append(layer, all); });
+  }
+
+  // The time is shared out by the rows that each layer compressed.
+  void compress(SequenceId id, std::span<const ImportanceView> importance,
+                std::span<const TensorView> prompt_queries) {
+    std::vector<std::int64_t> rows(config.layers.size());
+    const auto count = [&](std::int64_t sign) {
+      all_layers(id)([&](SequenceId, std::int64_t layer) {
+        const std::size_t i = static_cast<std::size_t>(layer);
+        rows[i] += sign * config.layers[i].kv_heads * backend->compressed_tokens(id, layer);
+      });
+    };
+    count(-1);
+    std::int64_t elapsed = 0;
+    {
+      const Stopwatch watch(elapsed);
+      backend->compress(id, importance, prompt_queries);
+    }
+    count(1);
+    times.compressed(elapsed, rows);
+  }
+
+  LayerStatistics statistics(std::int64_t layer) const {
+    LayerStatistics result = backend->statistics(layer);
+    times.add_to(result, layer);
+    return result;
   }
 
   SequenceId create(std::uint64_t draw) {
@@ -262,6 +263,7 @@ std::unique_ptr<KvCacheManager> ManagerAccess::make(CacheConfig config,
   auto impl = std::make_unique<KvCacheManager::Impl>();
   impl->config = std::move(config);
   impl->backend = std::move(backend);
+  impl->times = CallTimes(impl->config.layers.size());
   return std::unique_ptr<KvCacheManager>(new KvCacheManager(std::move(impl)));
 }
 
@@ -426,7 +428,7 @@ void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceVie
     }
   }
   impl_->booked(impl_->all_layers(sequence), [&] {
-    impl_->backend->compress(sequence, importance, prompt_queries);
+    impl_->compress(sequence, importance, prompt_queries);
     // Its tokens have no room for what their queries will give.
     std::fill(found.reserved.begin(), found.reserved.end(), std::int64_t{0});
   });
@@ -442,16 +444,16 @@ void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) 
   const std::lock_guard lock(impl_->mutex);
   check_batch(batch, impl_->layer(layer_index));
   ++impl_->batch_count;
-  for (std::size_t i = 0; i < batch.sequences.size(); ++i) {
-    const SequenceId id = batch.sequences[i];
+  for (std::int64_t row = 0; row < batch.queries.tokens; ++row) {
+    const SequenceId id = batch.sequences[static_cast<std::size_t>(row)];
     if (id == kNoSequence) continue;
-    const std::int64_t row = static_cast<std::int64_t>(i);
     Impl::Sequence& sequence = impl_->find(id, row);
     if (sequence.last_batch == impl_->batch_count)
       invalid(ErrorCode::repeated, {.row = row}, "sequence {} appears twice in one batch",
               id.value);
     sequence.last_batch = impl_->batch_count;
   }
+  const Stopwatch watch = impl_->times.attending(layer_index);
   impl_->backend->attend(layer_index, batch);
 } catch (Error& error) {
   error.add_place({.layer = layer_index});
@@ -474,15 +476,25 @@ MemoryReport KvCacheManager::memory(SequenceId sequence) const {
 LayerStatistics KvCacheManager::statistics(std::int64_t layer) const try {
   const std::lock_guard lock(impl_->mutex);
   impl_->layer(layer);
-  return impl_->backend->statistics(layer);
+  return impl_->statistics(layer);
 } catch (Error& error) {
   error.add_place({.layer = layer});
   throw;
 }
 
+LayerStatistics KvCacheManager::statistics() const {
+  const std::lock_guard lock(impl_->mutex);
+  LayerStatistics sum;
+  for (std::size_t i = 0; i < impl_->config.layers.size(); ++i) {
+    if (impl_->config.layers[i].cached) sum += impl_->statistics(static_cast<std::int64_t>(i));
+  }
+  return sum;
+}
+
 void KvCacheManager::reset_statistics() {
   const std::lock_guard lock(impl_->mutex);
   impl_->backend->reset_statistics();
+  impl_->times.reset();
 }
 
 }  // namespace verkv

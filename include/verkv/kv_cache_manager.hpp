@@ -143,7 +143,10 @@ class VERKV_API KvCacheManager {
   // sequences.
   MemoryReport memory() const;
   MemoryReport memory(SequenceId sequence) const;
+  // Of one layer, and of all together. The former throws InvalidArgument on a layer that is not
+  // cached.
   LayerStatistics statistics(std::int64_t layer) const;
+  LayerStatistics statistics() const;
   void reset_statistics();
 
   // ---- For studies

@@ -106,6 +106,23 @@ struct MemoryReport {
   std::int64_t fast_bytes() const { return resident_bytes + sketch_bytes + metadata_bytes; }
 };
 
+// Edges of the histogram of bounds (LayerStatistics::bounds), rising: 0, for exact answers, and
+// about two for each power of ten, 0.001 to 3.
+inline constexpr int kBoundEdges = 9;
+
+VERKV_HD constexpr double bound_edge(int i) {
+  constexpr double edges[kBoundEdges]{0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3};
+  return edges[i];
+}
+
+// Of a QueryHeadReport::epsilon, the first bucket whose edge is not below it; kBoundEdges where it
+// is above all edges, infinite or NaN.
+VERKV_HD constexpr int bound_bucket(double bound) {
+  int bucket = 0;
+  while (bucket < kBoundEdges && !(bound <= bound_edge(bucket))) ++bucket;
+  return bucket;
+}
+
 // Counters of one layer since the start or the last reset. A decision is one (row, query head).
 struct LayerStatistics {
   std::int64_t steps = 0;  // rows that attended
@@ -121,6 +138,35 @@ struct LayerStatistics {
   // Tokens that the KV heads held, summed over steps: the denominator of shares.
   std::int64_t cached_tokens = 0;
   std::int64_t resident_tokens = 0;  // of those, resident
+  // Decisions by the bound reached, each in the bucket of its QueryHeadReport::epsilon.
+  std::int64_t bounds[kBoundEdges + 1] = {};
+  // Nanoseconds in the calls, by a steady clock: what callers wait, without the wait for each
+  // other's calls. The compression of a local window belongs to its append; a call of compress is
+  // shared out among layers by the rows that it compressed, and not counted where there are none. With views in a device's memory calls
+  // return before the work is done (docs/cuda.md).
+  std::int64_t attend_ns = 0;
+  std::int64_t append_ns = 0;
+  std::int64_t compress_ns = 0;
+
+  // Counter by counter.
+  constexpr LayerStatistics& operator+=(const LayerStatistics& other) {
+    steps += other.steps;
+    decisions += other.decisions;
+    certified += other.certified;
+    enlarged += other.enlarged;
+    fetching += other.fetching;
+    planned_tokens += other.planned_tokens;
+    fetched_tokens += other.fetched_tokens;
+    moved_tokens += other.moved_tokens;
+    moved_bytes += other.moved_bytes;
+    cached_tokens += other.cached_tokens;
+    resident_tokens += other.resident_tokens;
+    for (int i = 0; i <= kBoundEdges; ++i) bounds[i] += other.bounds[i];
+    attend_ns += other.attend_ns;
+    append_ns += other.append_ns;
+    compress_ns += other.compress_ns;
+    return *this;
+  }
 };
 
 }  // namespace verkv

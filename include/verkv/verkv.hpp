@@ -11,6 +11,7 @@
 #include <verkv/importance.hpp>
 #include <verkv/inclusion.hpp>
 #include <verkv/kv_cache_manager.hpp>
+#include <verkv/metrics.hpp>
 #include <verkv/philox.hpp>
 #include <verkv/recorded_cache.hpp>
 #include <verkv/reports.hpp>

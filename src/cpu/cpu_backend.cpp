@@ -258,6 +258,7 @@ class CpuBackend final : public Backend {
       ++statistics.steps;
       for (const QueryHeadReport& report : query_reports.subspan(row * query_heads, query_heads)) {
         ++statistics.decisions;
+        ++statistics.bounds[bound_bucket(report.epsilon)];
         statistics.certified += report.certified;
         statistics.enlarged += enlarges(report.sketch_error);
         statistics.fetching += report.planned_tokens > 0;

@@ -318,6 +318,7 @@ class Twins {
       REQUIRE(a.moved_bytes == b.moved_bytes);
       REQUIRE(a.cached_tokens == b.cached_tokens);
       REQUIRE(a.resident_tokens == b.resident_tokens);
+      for (int i = 0; i <= verkv::kBoundEdges; ++i) REQUIRE(a.bounds[i] == b.bounds[i]);
     }
     no_faults();
   }

@@ -48,6 +48,7 @@ TEST_CASE("Statistics are the sums of the reports") {
         for (std::size_t h = 0; h < size(heads); ++h) {
           const QueryHeadReport& query = result.query[row * size(heads) + h];
           ++s.decisions;
+          ++s.bounds[bound_bucket(query.epsilon)];
           s.certified += query.certified ? 1 : 0;
           s.enlarged += query.sketch_error <= 1 ? 0 : 1;
           s.fetching += query.planned_tokens > 0 ? 1 : 0;
@@ -77,9 +78,15 @@ TEST_CASE("Statistics are the sums of the reports") {
     CHECK(actual.moved_bytes == s.moved_bytes);
     CHECK(actual.cached_tokens == s.cached_tokens);
     CHECK(actual.resident_tokens == s.resident_tokens);
+    for (int i = 0; i <= kBoundEdges; ++i) CHECK(actual.bounds[i] == s.bounds[i]);
   };
   for (std::int64_t l = 0; l < 2; ++l) check(l, expected[size(l)]);
   CHECK(expected[0].moved_tokens > 0);
+  CHECK(expected[0].bounds[0] > 0);
+  CHECK(expected[0].bounds[0] < expected[0].decisions);
+  CHECK(cache->statistics(0).attend_ns > 0);
+  CHECK(cache->statistics(1).append_ns > 0);
+  CHECK(cache->statistics(1).compress_ns > 0);
   // Without reports of the caller's the same is counted.
   std::vector<float> output(4 * 6 * 64);
   const Block queries = random_block(random, 4, 6, 64, 1);
@@ -96,4 +103,7 @@ TEST_CASE("Statistics are the sums of the reports") {
   CHECK(cache->statistics(0).steps == middle.steps + 3);
   cache->reset_statistics();
   for (std::int64_t l = 0; l < 2; ++l) check(l, {});
+  CHECK(cache->statistics().attend_ns == 0);
+  CHECK(cache->statistics().append_ns == 0);
+  CHECK(cache->statistics().compress_ns == 0);
 }

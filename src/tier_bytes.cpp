@@ -1,0 +1,39 @@
+#include "tier_bytes.hpp"
+
+#include <fmt/format.h>
+
+#include <optional>
+#include <string>
+
+#include <verkv/error.hpp>
+
+namespace verkv {
+
+void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign) {
+  to.resident_bytes += sign * one.resident_bytes;
+  to.sketch_bytes += sign * one.sketch_bytes;
+  to.metadata_bytes += sign * one.metadata_bytes;
+  to.host_bytes += sign * one.host_bytes;
+  to.basis_bytes += sign * one.basis_bytes;
+  to.workspace_bytes += sign * one.workspace_bytes;
+  to.reserved_bytes += sign * one.reserved_bytes;
+  to.pageable_bytes += sign * one.pageable_bytes;
+}
+
+void check_tiers(const CacheConfig& config, const TierBytes& held, const TierBytes& kept,
+                 const TierBytes& wanted) {
+  const auto check = [&](const char* tier, std::int64_t TierBytes::*bytes,
+                         std::optional<std::int64_t> limit, ErrorCode code) {
+    if (!limit || held.*bytes + kept.*bytes + wanted.*bytes <= *limit) return;
+    const std::string also =
+        kept.*bytes > 0 ? fmt::format(", {} reserved for others", kept.*bytes) : "";
+    throw CapacityError(
+        fmt::format("{} tier: {} bytes in use{} and {} more wanted, the limit is {}", tier,
+                    held.*bytes, also, wanted.*bytes, *limit),
+        code);
+  };
+  check("host", &TierBytes::host, config.host_bytes_limit, ErrorCode::host_limit);
+  check("fast", &TierBytes::fast, config.fast_bytes_limit, ErrorCode::fast_limit);
+}
+
+}  // namespace verkv

@@ -1,0 +1,32 @@
+// Sums of bytes, and the limits of both tiers.
+#ifndef VERKV_SRC_TIER_BYTES_HPP
+#define VERKV_SRC_TIER_BYTES_HPP
+
+#include <cstdint>
+
+#include <verkv/reports.hpp>
+#include <verkv/settings.hpp>
+
+namespace verkv {
+
+struct TierBytes {
+  std::int64_t host = 0;
+  std::int64_t fast = 0;
+
+  void add(const TierBytes& other, std::int64_t sign = 1) {
+    host += sign * other.host;
+    fast += sign * other.fast;
+  }
+};
+
+// to += sign * one.
+void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign = 1);
+
+// Throws CapacityError where what is held, what is kept for others and what is wanted exceed a
+// limit of the configuration.
+void check_tiers(const CacheConfig& config, const TierBytes& held, const TierBytes& kept,
+                 const TierBytes& wanted);
+
+}  // namespace verkv
+
+#endif  // VERKV_SRC_TIER_BYTES_HPP
