@@ -110,7 +110,7 @@ VERKV_HD inline double cluster_correction(double predicted, double known, double
 
 // Values that are alike in a cluster are not independent: on recordings of a model the error was
 // this much larger (docs/math/clusters.md).
-inline constexpr double kErrorScale = 1.25;
+inline constexpr double kErrorScale = 1.4;
 
 // The largest spread and weight whose squares (5) sums: no square overflows, and so no product is
 // infinity times 0.

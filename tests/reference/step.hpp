@@ -627,7 +627,7 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
       const double more = correction * predicted[i];
       if (more > 0) term[i] = log_sum_exp({term[i], std::log(more) + shift[h]});
     }
-    result.output_error = error == 0 ? 0.0 : 1.25 * std::sqrt(error) / denominator[h];
+    result.output_error = error == 0 ? 0.0 : 1.4 * std::sqrt(error) / denominator[h];
     Vector all = term;
     for (const Cluster& c : cluster)
       all.push_back(std::log(correction * (1 - c.own()) * c.rest()) + shift[h]);
