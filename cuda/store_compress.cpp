@@ -196,7 +196,10 @@ LayerStore::Change LayerStore::compress(std::span<HeadCompression> compressions,
   }
   if (layer_->clusters) upload_clusters(compressions, change, stream);
   if (coded()) {
-    if (begin == 0) VERKV_CUDA_CHECK(launch_channel_means(*layer_, table, end, stream));
+    if (begin == 0) {
+      VERKV_CUDA_CHECK(
+          launch_channel_means(*layer_, table, compressions.front().first_tokens, stream));
+    }
     VERKV_CUDA_CHECK(launch_encode(*layer_, table, end, stream));
   }
   std::vector<Places> places;

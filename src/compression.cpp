@@ -128,6 +128,7 @@ std::vector<HeadCompression> Compressor::prompt(std::uint64_t sequence,
       head.draw = draw_id(sequence, layer, h);
       head.odds.resize(static_cast<std::size_t>(count));
       head.walk_tokens = count;
+      head.first_tokens = count;
       heads.push_back(std::move(head));
     }
   }
@@ -173,7 +174,12 @@ std::vector<HeadCompression> Compressor::window(std::uint64_t sequence, std::siz
     whole[h].draw = draw_id(sequence, layer, h);
   }
   const std::int64_t chunk = config_.chunk_tokens.value_or(0);
-  for (HeadCompression& head : whole) head.walk_tokens = chunk;
+  std::int64_t first = chunk;
+  while (first < all && !suffices(layer, lengths.compressed, first)) first += chunk;
+  for (HeadCompression& head : whole) {
+    head.walk_tokens = chunk;
+    head.first_tokens = first;
+  }
   for (std::int64_t at = 0; at < all; at += chunk) {
     std::vector<HeadCompression> part = whole;
     for (std::size_t h = 0; h < part.size(); ++h) {
@@ -265,6 +271,8 @@ bool Compressor::needs_basis(const HeadCompression& head) const {
 void Compressor::complete_head(HeadCompression& head, const HeadRows& rows,
                                std::span<const TensorView> prompt_queries) const {
   const bool opens = head.begin == 0;
+  const std::span<const Positive16> first(head.odds.data(),
+                                          static_cast<std::size_t>(head.first_tokens));
   if (needs_basis(head)) {
     std::vector<float> queries;
     if (!prompt_queries.empty()) {
@@ -272,15 +280,14 @@ void Compressor::complete_head(HeadCompression& head, const HeadRows& rows,
       queries = gather_queries(prompt_queries[head.layer], head.layer,
                                static_cast<std::int64_t>(head.head) * group, group);
     }
-    head.basis = make_basis(config_.sketch.bits, rows.keys, head.odds, head.importance, queries,
+    head.basis = make_basis(config_.sketch.bits, rows.keys, first, head.importance, queries,
                             config_.seed, &head.order.directions.key);
   } else if (opens) {
-    head.order.directions.key =
-        order_directions(rows.keys, head.odds, head.importance, kOrderKeys, 1);
+    head.order.directions.key = order_directions(rows.keys, first, head.importance, kOrderKeys, 1);
   }
   if (opens) {
     head.order.directions.value =
-        order_directions(rows.values, head.odds, head.importance, kOrderValues, kOrderValueWeight);
+        order_directions(rows.values, first, head.importance, kOrderValues, kOrderValueWeight);
   } else {
     head.order.directions = *rows.directions;
   }

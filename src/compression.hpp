@@ -51,6 +51,9 @@ struct HeadCompression {
   std::vector<Positive16> odds;
   // Tokens of each walk: a chunk, or all.
   std::int64_t walk_tokens = 0;
+  // A basis, directions and a centre that are made now are made of the first so many. In `window` no more
+  // than a first compression takes, so that they do not depend on how many tokens came at once.
+  std::int64_t first_tokens = 0;
   // The rest is filled by complete. Where needs_basis says so; otherwise it has no rows.
   SketchBasis basis;
   // Places begin .. end() - 1, and the directions, at a first compression made now.

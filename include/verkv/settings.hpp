@@ -137,6 +137,8 @@ struct CacheConfig {
   // resident and exact. 0: none. No value: the larger of chunk_tokens and 2 key_dim where the
   // sketch has a basis.
   // From fewer no basis comes that serves later tokens, and it takes more memory than it saves.
+  // During decode the basis is made of the first whole chunks that suffice, however many tokens come
+  // at once.
   std::optional<std::int64_t> compress_from = std::nullopt;
   Pool pool = Pool::head;
   SketchConfig sketch = {};

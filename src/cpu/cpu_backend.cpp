@@ -355,7 +355,7 @@ class CpuBackend final : public Backend {
       const HeadCompression& head = prepared.heads[static_cast<std::size_t>(i)];
       const std::size_t size = prepared.scratch_size;
       store_of(head).compress(
-          shapes_[head.layer], kernels_, head.odds, head.drawn, head.clusters,
+          shapes_[head.layer], kernels_, head.odds, head.first_tokens, head.drawn, head.clusters,
           std::span(prepared.scratch).subspan(static_cast<std::size_t>(worker) * size, size));
     });
   }

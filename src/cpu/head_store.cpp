@@ -152,8 +152,9 @@ void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int
 }
 
 void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
-                         std::span<const Positive16> odds, std::span<const std::uint32_t> drawn,
-                         const Clusters& clusters, std::span<float> scratch) noexcept {
+                         std::span<const Positive16> odds, std::int64_t first_tokens,
+                         std::span<const std::uint32_t> drawn, const Clusters& clusters,
+                         std::span<float> scratch) noexcept {
   const std::int64_t begin = compressed_;
   const std::int64_t end = begin + static_cast<std::int64_t>(odds.size());
   const std::size_t padded = static_cast<std::size_t>(round_up(end, kSketchGroup));
@@ -166,7 +167,7 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
     if (begin == 0) {
       // Any centre is allowed (softmax does not see it), so it is fixed at the first compression.
       channel_means_.assign(static_cast<std::size_t>(shape.config.key_dim), 0.0f);
-      column_means(host_keys(shape), end, channel_means_);
+      column_means(host_keys(shape), first_tokens, channel_means_);
     }
     for (std::int64_t i = begin; i < end; ++i) encode(shape, kernels, i, scratch);
   }

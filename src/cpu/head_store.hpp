@@ -115,10 +115,11 @@ class HeadStore {
   void reserve_compress(const LayerShape& shape, const SketchShape& codes, std::int64_t end);
   // Compresses positions [compressed, compressed + odds.size()) with these odds, by place; the
   // places in `drawn`, ascending, stay resident. After take of their order, the first time also of
-  // a basis. scratch: twice key_dim rounded up to 16, in floats.
+  // a basis; the keys' centre is then that of the first first_tokens. scratch: twice key_dim rounded
+  // up to 16, in floats.
   void compress(const LayerShape& shape, const Kernels& kernels, std::span<const Positive16> odds,
-                std::span<const std::uint32_t> drawn, const Clusters& clusters,
-                std::span<float> scratch) noexcept;
+                std::int64_t first_tokens, std::span<const std::uint32_t> drawn,
+                const Clusters& clusters, std::span<float> scratch) noexcept;
   // The residents where `drawn`, ascending, are those of the compressed part; take puts them in
   // place of those that are there.
   struct Residents {

@@ -87,7 +87,8 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
       std::vector<float> scratch(2 * index(setup.key_dim) + 32);
       Clusters clusters;
       if (setup.clusters) clusters = make_clusters(store.host_values(shape_), order.position, odds);
-      store.compress(shape_, cpu::scalar_kernels(), odds, drawn, clusters, scratch);
+      store.compress(shape_, cpu::scalar_kernels(), odds, static_cast<std::int64_t>(odds.size()),
+                     drawn, clusters, scratch);
     }
     append_last_again(static_cast<int>(slot));
   }

@@ -208,8 +208,8 @@ struct Pair {
     heads[h].reserve_compress(shape, heads[h].sketch(shape), end);
     heads[h].reserve(head.order);
     heads[h].take(verkv::HeadOrder(head.order));
-    heads[h].compress(shape, verkv::cpu::scalar_kernels(), head.odds, head.drawn, head.clusters,
-                      scratch);
+    heads[h].compress(shape, verkv::cpu::scalar_kernels(), head.odds, head.first_tokens, head.drawn,
+                      head.clusters, scratch);
   }
 
   // The clusters that have a place from `begin` on, where `more` follows what is there.
@@ -244,6 +244,7 @@ struct Pair {
     }
     for (std::size_t h = 0; h < heads.size(); ++h) {
       HeadCompression& head = compressions[h];
+      head.first_tokens = static_cast<std::int64_t>(head.odds.size() / 2 + 1);
       if (setup.sketch.kind != SketchKind::exact && store->compressed() == 0) {
         // Keys of one channel that outweighs the others, and queries that look elsewhere.
         std::vector<float> queries;

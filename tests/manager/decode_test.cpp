@@ -1,8 +1,11 @@
 // KvCacheManager on a backend (support/test_backend.hpp): growth during decode: chunks leave the
 // local window, the reference follows.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include <verkv/kv_cache_manager.hpp>
 
@@ -178,4 +181,49 @@ TEST_CASE("Window scores survive a sketch that is far off") {
   CHECK(far_off > 10);
   CHECK(residents > 900);
   CHECK(residents < 1200);
+}
+
+TEST_CASE("Tokens at once, in pieces and one by one leave the same cache") {
+  for (const std::optional<std::int64_t> from :
+       {std::optional<std::int64_t>(), std::optional<std::int64_t>(0),
+        std::optional<std::int64_t>(40)}) {
+    CacheConfig config = small_config();
+    config.layers = {layer_of(2, 2, 16, 16)};
+    config.keep = 0.25;
+    config.local_tokens = 32;
+    config.chunk_tokens = 16;
+    config.compress_from = from;
+    const std::int64_t prompt = 20;  // within the local window
+    const std::int64_t tokens = 200;
+    Random random(61);
+    // Later keys lie elsewhere, so that a basis tells what it was made of.
+    Block keys = random_block(random, prompt + tokens, 2, 16, 1);
+    for (std::int64_t t = 0; t < keys.tokens; ++t) {
+      for (std::int64_t j = 0; j < 16; ++j) {
+        keys.at(t, 0, j) *= t < 100 || j % 2 == 0 ? 1 : 4;
+        keys.at(t, 1, j) += t < 100 ? 0 : static_cast<float>(j);
+      }
+    }
+    const Block values = random_block(random, prompt + tokens, 2, 16, 1);
+    const Scores scores = random_scores(random, 2, prompt, ScoreKind::random);
+    const Block queries = random_block(random, 1, 4, 16, 1.2);
+    std::vector<Result> results;
+    for (const std::int64_t piece : {tokens, std::int64_t{1}, std::int64_t{7}, std::int64_t{64}}) {
+      const auto cache = make_cache(config);
+      const SequenceId id = cache->create_sequence(3);
+      const auto append = [&](std::int64_t begin, std::int64_t count) {
+        cache->append(id, 0, keys.part(begin, count).view(), values.part(begin, count).view());
+      };
+      append(0, prompt);
+      compress(*cache, id, {scores});
+      REQUIRE(cache->compressed_tokens(id, 0) == 0);
+      for (std::int64_t begin = 0; begin < tokens; begin += piece)
+        append(prompt + begin, std::min(piece, tokens - begin));
+      cache->reserve(id, 0);  // compresses what the last piece has left
+      CHECK(cache->compressed_tokens(id, 0) == 176);
+      results.push_back(attend(*cache, 0, {id}, queries));
+      INFO("compress_from " << shown(from) << ", pieces of " << piece);
+      CHECK(same(results.back(), results.front()));
+    }
+  }
 }
