@@ -227,9 +227,9 @@ void Scene::copy_rows(int rows) {
 }
 
 void Scene::allocate_step(int rows) {
-  std::vector<std::int32_t> slots;
-  for (int row = 0; row < rows; ++row) slots.push_back(row);
-  slots_ = cuda::DeviceBuffer<std::int32_t>(rows, "the rows of a step");
+  std::vector<cuda::StepRow> batch;
+  for (int row = 0; row < rows; ++row) batch.push_back({row, 0});
+  batch_ = cuda::DeviceBuffer<cuda::StepRow>(rows, "the rows of a step");
   const std::int64_t query_heads = rows * prompt_.query_heads();
   output_ = cuda::DeviceBuffer<float>(query_heads * layer_.value_dim, "outputs");
   lse_ = cuda::DeviceBuffer<float>(query_heads, "outputs");
@@ -240,7 +240,7 @@ void Scene::allocate_step(int rows) {
       cuda::step_workspace_bytes(under({"", 0.1, {}}, layer_), rows, store_.compressed(),
                                  store_.most_residents()),
       "the workspace of a step");
-  VERKV_CUDA_CHECK(cudaMemcpyAsync(slots_.data(), slots.data(), at(slots_.bytes()),
+  VERKV_CUDA_CHECK(cudaMemcpyAsync(batch_.data(), batch.data(), at(batch_.bytes()),
                                    cudaMemcpyHostToDevice, stream_));
   // Reports are copied whole, with the bytes between their members.
   VERKV_CUDA_CHECK(cudaMemsetAsync(kv_reports_.data(), 0, at(kv_reports_.bytes()), stream_));
@@ -252,7 +252,7 @@ cuda::StepArguments Scene::step(const Rule& rule, int rows) const {
   cuda::StepView& view = arguments.view;
   view.layer = under(rule, layer_);
   view.heads = table_.data();
-  view.slots = slots_.data();
+  view.batch = batch_.data();
   view.rows = rows;
   const TensorView queries = prompt_.queries();
   view.queries = queries.data;

@@ -123,7 +123,7 @@ class Scene {
   cuda::DeviceBuffer<cuda::HeadView> table_;
   std::vector<cuda::DeviceBuffer<std::byte>> device_copies_;
   std::vector<cuda::HostBuffer> host_copies_;  // [row - 1]
-  cuda::DeviceBuffer<std::int32_t> slots_;
+  cuda::DeviceBuffer<cuda::StepRow> batch_;
   cuda::DeviceBuffer<float> output_;
   cuda::DeviceBuffer<float> lse_;
   cuda::DeviceBuffer<QueryHeadReport> query_reports_;

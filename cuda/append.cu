@@ -93,16 +93,16 @@ __global__ void __launch_bounds__(kAppendThreads)
 }
 
 // 2 KiB of the 4 that the parameters of a launch may take everywhere.
-constexpr int kSlotsPerLaunch = 512;
+constexpr int kRowsPerLaunch = 256;
 
-struct SlotBatch {
-  std::int32_t slot[kSlotsPerLaunch];
+struct RowBatch {
+  StepRow row[kRowsPerLaunch];
 };
 
-__global__ void __launch_bounds__(kSlotsPerLaunch)
-    write_slots_kernel(SlotBatch batch, int count, std::int32_t* out_slots) {
+__global__ void __launch_bounds__(kRowsPerLaunch)
+    write_rows_kernel(RowBatch batch, int count, StepRow* out_rows) {
   const int i = static_cast<int>(threadIdx.x);
-  if (i < count) out_slots[i] = batch.slot[i];
+  if (i < count) out_rows[i] = batch.row[i];
 }
 
 }  // namespace
@@ -119,14 +119,14 @@ cudaError_t launch_settle(const LayerView& layer, HeadView* heads, cudaStream_t 
                 heads);
 }
 
-cudaError_t launch_write_slots(const std::int32_t* slots, int count, std::int32_t* out_slots,
-                               cudaStream_t stream) {
-  for (int first = 0; first < count; first += kSlotsPerLaunch) {
-    SlotBatch batch = {};
-    const int here = std::min(count - first, kSlotsPerLaunch);
-    std::copy(slots + first, slots + first + here, batch.slot);
+cudaError_t launch_write_rows(const StepRow* rows, int count, StepRow* out_rows,
+                              cudaStream_t stream) {
+  for (int first = 0; first < count; first += kRowsPerLaunch) {
+    RowBatch batch = {};
+    const int here = std::min(count - first, kRowsPerLaunch);
+    std::copy(rows + first, rows + first + here, batch.row);
     const cudaError_t error =
-        launch(write_slots_kernel, 1, kSlotsPerLaunch, 0, stream, batch, here, out_slots + first);
+        launch(write_rows_kernel, 1, kRowsPerLaunch, 0, stream, batch, here, out_rows + first);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

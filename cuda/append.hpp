@@ -1,5 +1,5 @@
-// What enters a device between steps: the rows of new tokens, and which sequences the rows of a
-// batch belong to. Each function enqueues its kernels on the stream and returns the error of the
+// What enters a device between steps: the rows of new tokens, and whose queries the rows of a
+// batch are. Each function enqueues its kernels on the stream and returns the error of the
 // launch; none synchronises.
 #ifndef VERKV_CUDA_APPEND_HPP
 #define VERKV_CUDA_APPEND_HPP
@@ -40,10 +40,10 @@ cudaError_t launch_append(const LayerView& layer, const AppendArguments& argumen
 // Takes in what queries have given to the scores of the local window.
 cudaError_t launch_settle(const LayerView& layer, HeadView* heads, cudaStream_t stream);
 
-// out_slots[i] = slots[i], 0 <= i < count. The slots travel with the launch, so that the caller's
-// array may change at once.
-cudaError_t launch_write_slots(const std::int32_t* slots, int count, std::int32_t* out_slots,
-                               cudaStream_t stream);
+// out_rows[i] = rows[i], 0 <= i < count. The rows travel with the launch, so that the caller's array
+// may change at once.
+cudaError_t launch_write_rows(const StepRow* rows, int count, StepRow* out_rows,
+                              cudaStream_t stream);
 
 }  // namespace verkv::cuda
 

@@ -21,9 +21,10 @@ VERKV_DEVICE void score_window(const StepArguments& arguments, const HeadView& v
                                std::int64_t first_head) {
   const StepWorkspace& ws = arguments.workspace;
   const int group = arguments.view.layer.group;
-  const std::int64_t given_row = view.tokens - 1 - view.first_scored;
+  const int back = arguments.view.batch[blockIdx.x / arguments.view.layer.kv_heads].back;
+  const std::int64_t given_row = view.tokens - 1 - back - view.first_scored;
   if (view.given == nullptr || given_row < 0) return;
-  const std::int64_t window = view.tokens - view.compressed;
+  const std::int64_t window = view.tokens - back - view.compressed;
   const std::int64_t begin = static_cast<std::int64_t>(blockIdx.y) * kAttentionThreads;
   if (begin >= window) return;
   bool computable = true;
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kColumns > 1 ? 1 : 2)
   const int first = blockIdx.z * grid.part_heads;
   const int heads = min(grid.part_heads, layer.group - first);
   const std::int64_t query_head = static_cast<std::int64_t>(pair) * layer.group + first;
-  const int slot = step.slots[row];
+  const int slot = step.batch[row].slot;
   if (slot < 0) {
     if (split != 0) return;
     answer_padding(step, query_head, heads);
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kColumns > 1 ? 1 : 2)
   sums.start(ws.heads + query_head, heads, layer.cap);
   __syncthreads();
 
-  const Range residents(view.residents(), splits, split);
+  const Range residents(residents_of(view, step.batch[row]), splits, split);
   const Range centroids(part.clusters(), splits, split);
   const std::int64_t near_count = residents.count + centroids.count;
   for (std::int64_t done = 0; done < near_count + moved_count;) {

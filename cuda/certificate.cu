@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   const std::int64_t row = query_head / layer.query_heads();
   const std::int64_t pair = query_head / layer.group;
   std::int64_t* report = reinterpret_cast<std::int64_t*>(step.query_reports + query_head);
-  const int slot = step.slots[row];
+  const int slot = step.batch[row].slot;
   if (slot < 0) {
     if (threadIdx.x < 5) {
       report[threadIdx.x] = 0;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
     __syncthreads();  // weights of fetched tokens become 0 from here on
   }
   if (view.compressed == 0) {
-    bound = bound_without_estimate(computable, view.residents() > 0);
+    bound = bound_without_estimate(computable, residents_of(view, step.batch[row]) > 0);
   } else if (state.known == 0 || ws.groups[pair].fetched != 0) {
     const HeadPasses head(arguments, view, query_head);
     const double denominator = state.denominator;

@@ -12,6 +12,7 @@
 #include "compression.hpp"
 #include "device_check.hpp"
 #include "head_tables.hpp"
+#include "host_copies.hpp"
 #include "layer.hpp"
 #include "manager_access.hpp"
 #include "number_check.hpp"
@@ -149,7 +150,10 @@ class CudaBackend final : public Backend {
       if (store) store->settle(entries(layer, sequence), stream_);
     }
     std::vector<std::vector<float>> copies(importance.size());
-    const std::vector<ImportanceView> scores = host_importance(lengths, importance, copies);
+    const std::vector<ImportanceView> scores =
+        options_.views == MemorySpace::host
+            ? std::vector<ImportanceView>(importance.begin(), importance.end())
+            : host_importance(compressor_, lengths, importance, stream_, copies);
     std::vector<HeadCompression> heads = compressor_.prompt(sequence.draw, lengths, scores);
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
     std::vector<Prepared> prepared;
@@ -184,15 +188,24 @@ class CudaBackend final : public Backend {
     sequence.draw = draw;
   }
 
+  void check_queries(const AttendBatch& batch) override {
+    if (options_.views == MemorySpace::host) verkv::check_queries(batch);
+  }
+
   void attend(std::int64_t layer_index, const AttendBatch& batch) override {
     const std::int64_t rows = static_cast<std::int64_t>(batch.sequences.size());
     if (rows == 0) return;
     const bool staged = options_.views == MemorySpace::host;
-    if (staged) check_queries(batch);
     const CurrentDevice current(options_.device);
+    const unsigned long long capture = stream_.capture();
+    if (options_.views == MemorySpace::host) {
+      verkv::check_queries(batch);
+    } else if (!batch.row_status.empty()) {
+      if (capture != 0) throw InvalidArgument("a captured step cannot tell the status of rows");
+      check_device_queries(batch, stream_);
+    }
     const std::size_t index = size(layer_index);
     const Layer& layer = layers_[index];
-    const unsigned long long capture = stream_.capture();
     if (rows > buffers_.rows() && capture != 0) {
       throw CapacityError("a captured batch of " + std::to_string(rows) +
                               " rows, but there is room for " + std::to_string(buffers_.rows()) +
@@ -205,8 +218,8 @@ class CudaBackend final : public Backend {
     StepView step;
     step.layer = layer.view;
     step.heads = tables_.table(index);
-    fill_slots(batch);
-    step.slots = buffers_.write_slots(capture, stream_);
+    fill_rows(batch);
+    step.batch = buffers_.write_batch(capture, stream_);
     step.rows = static_cast<int>(rows);
     step.query_type = batch.queries.type;
     step.counters = counters_.data() + index;
@@ -362,35 +375,6 @@ class CudaBackend final : public Backend {
 
   // ---- Compression
 
-  // The scores as the host can read them; `copies` keeps what had to be copied.
-  std::vector<ImportanceView> host_importance(std::span<const LayerLengths> lengths,
-                                              std::span<const ImportanceView> importance,
-                                              std::vector<std::vector<float>>& copies) const {
-    std::vector<ImportanceView> views(importance.begin(), importance.end());
-    if (options_.views == MemorySpace::host) return views;
-    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-      if (!compressor_.compresses(layer)) continue;
-      if (lengths[layer].tokens == lengths[layer].compressed) continue;  // its view may be null
-      views[layer] = host_copy(views[layer], stream_, copies[layer]);
-    }
-    stream_.synchronize();
-    return views;
-  }
-
-  // The queries as the host can read them, of the layers that make a basis of them now.
-  std::vector<TensorView> host_queries(std::span<const HeadCompression> heads,
-                                       std::span<const TensorView> queries,
-                                       std::vector<std::vector<std::byte>>& copies) const {
-    std::vector<TensorView> views(queries.begin(), queries.end());
-    if (options_.views == MemorySpace::host || views.empty()) return views;
-    for (const HeadCompression& head : heads) {
-      TensorView& view = views[head.layer];
-      if (head.head != 0 || view.tokens == 0 || !compressor_.needs_basis(head)) continue;
-      view = host_copy(view, stream_, copies[head.layer]);
-    }
-    return views;
-  }
-
   // A compression of a layer that only has to be put in force.
   struct Prepared {
     Sequence* sequence;
@@ -403,7 +387,10 @@ class CudaBackend final : public Backend {
   void prepare(Sequence& sequence, std::span<HeadCompression> heads,
                std::span<const TensorView> prompt_queries, std::vector<Prepared>& out) {
     std::vector<std::vector<std::byte>> copies(prompt_queries.size());
-    const std::vector<TensorView> queries = host_queries(heads, prompt_queries, copies);
+    const std::vector<TensorView> queries =
+        options_.views == MemorySpace::host
+            ? std::vector<TensorView>(prompt_queries.begin(), prompt_queries.end())
+            : host_queries(compressor_, heads, prompt_queries, stream_, copies);
     // Bases and orders are made of those and of the host tier's rows, which must have been written.
     stream_.synchronize();
     compressor_.complete(
@@ -451,11 +438,17 @@ class CudaBackend final : public Backend {
 
   // ---- Step
 
-  void fill_slots(const AttendBatch& batch) {
-    std::vector<std::int32_t>& slots = buffers_.slots();
-    slots.clear();
-    for (const SequenceId id : batch.sequences)
-      slots.push_back(id == kNoSequence ? -1 : static_cast<std::int32_t>(find(id).slot));
+  void fill_rows(const AttendBatch& batch) {
+    std::vector<StepRow>& rows = buffers_.batch();
+    rows.clear();
+    for (const SequenceId id : batch.sequences) {
+      StepRow row;
+      if (is_asked(batch, rows.size())) row.slot = static_cast<std::int32_t>(find(id).slot);
+      rows.push_back(row);
+    }
+    for (std::size_t i = rows.size(); i > 1; --i) {
+      if (batch.sequences[i - 2] == batch.sequences[i - 1]) rows[i - 2].back = rows[i - 1].back + 1;
+    }
   }
 
   const CacheConfig config_;

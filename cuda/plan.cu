@@ -30,11 +30,10 @@ VERKV_DEVICE float shift_of(const StepArguments& arguments, std::int64_t query_h
 
 // D over H, in order of the slots, added to what L has.
 VERKV_DEVICE double add_residents(HeadShared& shared, const StepArguments& arguments,
-                                  const HeadView& view, std::int64_t query_head, float shift,
-                                  double denominator) {
+                                  const HeadView& view, std::int64_t residents,
+                                  std::int64_t query_head, float shift, double denominator) {
   const float* logit =
       arguments.workspace.resident_logit + query_head * arguments.workspace.resident_stride;
-  const std::int64_t residents = view.residents();
   float* chunk = shared.sum[0];
   for (std::int64_t first = 0; first < residents; first += kHeadThreads) {
     const std::int64_t i = first + threadIdx.x;
@@ -137,8 +136,9 @@ VERKV_DEVICE void plan_group(HeadShared& shared, const StepArguments& arguments,
                              std::int64_t pair) {
   const LayerView& layer = arguments.view.layer;
   const std::int64_t first_head = pair * layer.group;
-  const std::int64_t slot = arguments.view.slots[pair / layer.kv_heads];
-  const HeadView& view = arguments.view.heads[slot * layer.kv_heads + pair % layer.kv_heads];
+  const StepRow& of_row = arguments.view.batch[pair / layer.kv_heads];
+  const HeadView& view =
+      arguments.view.heads[std::int64_t{of_row.slot} * layer.kv_heads + pair % layer.kv_heads];
   const StepWorkspace& ws = arguments.workspace;
   const std::int64_t words = blocks_of(view) * kLanes;
   std::uint32_t* mask = ws.fetched + pair * ws.mask_stride;
@@ -171,7 +171,7 @@ VERKV_DEVICE void plan_group(HeadShared& shared, const StepArguments& arguments,
     report[0] = fetched;
     report[1] = moved;
     report[2] = moved * layer.row_bytes();
-    report[3] = view.residents();
+    report[3] = residents_of(view, of_row);
     report[4] = limited;
   }
 }
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   const std::int64_t query_head = blockIdx.x;
   const std::int64_t row = query_head / layer.query_heads();
   const std::int64_t pair = query_head / layer.group;
-  const int slot = step.slots[row];
+  const int slot = step.batch[row].slot;
   if (slot < 0) return;
   const HeadView& view =
       step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + pair % layer.kv_heads];
@@ -271,7 +271,8 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   double weight = 0;
   double odds = 0;
   double denominator = head.to_weights(shared, shift, weight, odds);
-  denominator = add_residents(shared, arguments, view, query_head, shift, denominator);
+  denominator = add_residents(shared, arguments, view, residents_of(view, step.batch[row]),
+                              query_head, shift, denominator);
   const bool computable = is_computable(denominator);
   // What is known goes out before a search needs the registers.
   HeadState& state = ws.heads[query_head];

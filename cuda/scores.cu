@@ -23,6 +23,7 @@ constexpr int kUnitGroups = kUnitTokens / static_cast<int>(kSketchGroup);
 
 // Values that one block makes and others of its threads read.
 struct Constants {
+  std::uint32_t residents;  // that the row sees; there is no register for it
   float shift[kScoreHeads];
   float factor[kScoreHeads];
 };
@@ -93,7 +94,8 @@ struct Work {
 // Exact products with the block's part of the residents, and before them with the rows of the
 // sketch's basis, which every split takes, or with the keys of its tokens themselves.
 template <bool kSketched, int kHeads>
-VERKV_DEVICE void exact_products(const Work& work, float (&top)[sets_of(kHeads)]) {
+VERKV_DEVICE void exact_products(const Work& work, const Constants& constants,
+                                 float (&top)[sets_of(kHeads)]) {
   constexpr int kChunk = kChunkRows<kHeads>;
   const LayerView& layer = work.arguments.view.layer;
   const StepWorkspace& ws = work.arguments.workspace;
@@ -133,9 +135,10 @@ VERKV_DEVICE void exact_products(const Work& work, float (&top)[sets_of(kHeads)]
     for (int r = 0; r < kRowsPerThread<kHeads>; ++r) {
       const std::uint32_t i = row_of(row_begin, r);
       if (i >= rows.end) continue;
-      // The shift may use every logit that does not depend on the draw.
-      bool counts = is_resident && i >= head.drawn;
-      if (!counts && (is_resident || !kSketched))
+      // The shift may use every logit that does not depend on the draw, of tokens that the row
+      // sees.
+      bool counts = is_resident && i >= head.drawn && i < constants.residents;
+      if (!counts && (is_resident ? i < head.drawn : !kSketched))
         counts = (head.odds[place[r]].bits < kPositive16Infinity.bits) != is_resident;
 #pragma unroll
       for (int set = 0; set < sets_of(kHeads); ++set) {
@@ -255,7 +258,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) scores_kernel(const StepArgu
   const int row = pair / layer.kv_heads;
   const int kv_head = pair % layer.kv_heads;
   const int first = kv_head * layer.group + static_cast<int>(blockIdx.z) * kScoreHeads;
-  const int slot = step.slots[row];
+  const int slot = step.batch[row].slot;
   if (slot < 0) return;
   const ScoreShared<kHeads> shared(layer);
   const HeadView& head = step.heads[static_cast<std::int64_t>(slot) * layer.kv_heads + kv_head];
@@ -280,13 +283,15 @@ __global__ void __launch_bounds__(kScoreThreads, 1) scores_kernel(const StepArgu
       ws.finished[static_cast<std::int64_t>(pair) * arguments.grid.attention_parts + p] = 0;
   }
 
+  if (tid == 0)
+    constants.residents = static_cast<std::uint32_t>(residents_of(head, step.batch[row]));
   if constexpr (kSketched) prefetch_codes(work);
   load_queries<kHeads>(step, row, first, work.heads, work.query, work.query_stride);
   __syncthreads();
   float top[kSets];  // of the heads head_of(set)
 #pragma unroll
   for (int set = 0; set < kSets; ++set) top[set] = minus_infinity();
-  exact_products<kSketched, kHeads>(work, top);
+  exact_products<kSketched, kHeads>(work, constants, top);
   if constexpr (kSketched) {
     if (work.has_units() && warp == kWarps - 1 && lane < work.heads)
       constants.shift[lane] =

@@ -35,12 +35,13 @@ VERKV_DEVICE void count_group(const StepView& step, std::int64_t pair) {
   if (step.counters == nullptr) return;
   const KvHeadReport& report = step.kv_reports[pair];
   const int kv_heads = step.layer.kv_heads;
-  const std::int64_t slot = step.slots[pair / kv_heads];
+  const StepRow& row = step.batch[pair / kv_heads];
   add_to(step.counters->fetched_tokens, report.fetched_tokens);
   add_to(step.counters->moved_tokens, report.moved_tokens);
   add_to(step.counters->moved_bytes, report.moved_bytes);
   add_to(step.counters->resident_tokens, report.resident_tokens);
-  add_to(step.counters->cached_tokens, step.heads[slot * kv_heads + pair % kv_heads].tokens);
+  add_to(step.counters->cached_tokens,
+         step.heads[std::int64_t{row.slot} * kv_heads + pair % kv_heads].tokens - row.back);
 }
 
 }  // namespace verkv::cuda

@@ -16,7 +16,7 @@ std::int64_t with_room(std::int64_t n) { return round_up(n + n / kLengthRoom, 25
 
 }  // namespace
 
-void StepBuffers::Slots::take(DeviceBuffer<std::int32_t>&& room, std::int64_t rows) {
+void StepBuffers::Batch::take(DeviceBuffer<StepRow>&& room, std::int64_t rows) {
   device.swap(room);
   written.clear();
   written.reserve(size(rows));
@@ -36,9 +36,9 @@ StepBuffers::StepBuffers(const std::vector<Layer>& layers, bool staged)
 
 void StepBuffers::reserve_rows(std::int64_t rows, const Stream& stream) {
   if (rows <= rows_) return;
-  slots_now_.reserve(size(rows));
-  DeviceBuffer<std::int32_t> slots(rows, "the rows of a step");
-  DeviceBuffer<std::int32_t> captured_slots(rows, "the rows of a captured step");
+  batch_now_.reserve(size(rows));
+  DeviceBuffer<StepRow> batch(rows, "the rows of a step");
+  DeviceBuffer<StepRow> captured_batch(rows, "the rows of a captured step");
   DeviceBuffer<QueryHeadReport> query_reports(rows * query_heads_, "reports");
   DeviceBuffer<KvHeadReport> kv_reports(rows * kv_heads_, "reports");
   DeviceBuffer<std::byte> queries;
@@ -55,8 +55,8 @@ void StepBuffers::reserve_rows(std::int64_t rows, const Stream& stream) {
   stream.clear(query_reports);
   stream.clear(kv_reports);
   stream.synchronize();
-  slots_.take(std::move(slots), rows);
-  captured_slots_.take(std::move(captured_slots), rows);
+  batch_.take(std::move(batch), rows);
+  captured_batch_.take(std::move(captured_batch), rows);
   query_reports_.swap(query_reports);
   kv_reports_.swap(kv_reports);
   queries_.swap(queries);
@@ -103,21 +103,21 @@ void StepBuffers::reserve_workspace(std::int64_t rows, const Stream& stream) {
   ++generation_;
 }
 
-const std::int32_t* StepBuffers::write_slots(unsigned long long capture, const Stream& stream) {
+const StepRow* StepBuffers::write_batch(unsigned long long capture, const Stream& stream) {
   // A graph may be replayed between any two steps, and any number of times. So captured steps have
   // an array of their own, written once in each capture, and the other array stays what it was.
-  Slots& slots = capture == 0 ? slots_ : captured_slots_;
+  Batch& batch = capture == 0 ? batch_ : captured_batch_;
   if (capture != 0 && capture != capture_) {
-    slots.written.clear();
+    batch.written.clear();
     capture_ = capture;
   }
-  if (slots_now_ != slots.written) {
-    slots.written.clear();
-    VERKV_CUDA_CHECK(launch_write_slots(slots_now_.data(), static_cast<int>(slots_now_.size()),
-                                        slots.device.data(), stream));
-    slots.written = slots_now_;
+  if (batch_now_ != batch.written) {
+    batch.written.clear();
+    VERKV_CUDA_CHECK(launch_write_rows(batch_now_.data(), static_cast<int>(batch_now_.size()),
+                                       batch.device.data(), stream));
+    batch.written = batch_now_;
   }
-  return slots.device.data();
+  return batch.device.data();
 }
 
 void StepBuffers::fill(StepView& step, std::size_t layer) const {
@@ -153,8 +153,8 @@ void StepBuffers::copy_reports(std::span<QueryHeadReport> query_reports,
 }
 
 std::int64_t StepBuffers::bytes() const {
-  return workspace_.bytes() + query_reports_.bytes() + kv_reports_.bytes() + slots_.device.bytes() +
-         captured_slots_.device.bytes() + queries_.bytes() + output_.bytes() + lse_.bytes();
+  return workspace_.bytes() + query_reports_.bytes() + kv_reports_.bytes() + batch_.device.bytes() +
+         captured_batch_.device.bytes() + queries_.bytes() + output_.bytes() + lse_.bytes();
 }
 
 }  // namespace verkv::cuda

@@ -1,4 +1,4 @@
-// Device memory of a step that all sequences share: slots of its rows, workspace, reports, and
+// Device memory of a step that all sequences share: whose its rows are, workspace, reports, and
 // copies of what the host gives and takes. It is made for a number of rows and for upper bounds of
 // lengths, so that a step allocates nothing, and that a captured one stays valid while they hold.
 //
@@ -39,12 +39,12 @@ class StepBuffers {
   // has been compressed. Frees nothing.
   void tighten_lengths(std::size_t layer, std::int64_t compressed, std::int64_t residents);
 
-  // The slots of the step's rows, -1 for padding: the caller fills the vector, which has room for
-  // rows() of them.
-  std::vector<std::int32_t>& slots() { return slots_now_; }
+  // Whose queries the step's rows are: the caller fills the vector, which has room for rows() of
+  // them.
+  std::vector<StepRow>& batch() { return batch_now_; }
   // The same on the device. Written only when they are not those of the last step, so that the
   // layers of a step share them. capture: the number of the capture under way, 0: none.
-  const std::int32_t* write_slots(unsigned long long capture, const Stream& stream);
+  const StepRow* write_batch(unsigned long long capture, const Stream& stream);
 
   // Points the step at workspace and reports; bounds are the layer's.
   void fill(StepView& step, std::size_t layer) const;
@@ -66,11 +66,11 @@ class StepBuffers {
     std::int64_t compressed = 0;
     std::int64_t residents = 0;
   };
-  // Slots in device memory, and what has been written there.
-  struct Slots {
-    DeviceBuffer<std::int32_t> device;
-    std::vector<std::int32_t> written;
-    void take(DeviceBuffer<std::int32_t>&& room, std::int64_t rows);
+  // A batch in device memory, and what has been written there.
+  struct Batch {
+    DeviceBuffer<StepRow> device;
+    std::vector<StepRow> written;
+    void take(DeviceBuffer<StepRow>&& room, std::int64_t rows);
   };
 
   void reserve_workspace(std::int64_t rows, const Stream& stream);
@@ -86,10 +86,10 @@ class StepBuffers {
   std::int64_t rows_ = 0;
   std::vector<Bounds> bounds_;
   DeviceBuffer<std::byte> workspace_;
-  std::vector<std::int32_t> slots_now_;
-  Slots slots_;
-  Slots captured_slots_;
-  // The capture in which captured_slots_ was written last.
+  std::vector<StepRow> batch_now_;
+  Batch batch_;
+  Batch captured_batch_;
+  // The capture in which captured_batch_ was written last.
   unsigned long long capture_ = 0;
   DeviceBuffer<QueryHeadReport> query_reports_;
   DeviceBuffer<KvHeadReport> kv_reports_;

@@ -95,12 +95,20 @@ struct LayerView {
 
 struct BadNumber;  // bad_number.hpp
 
+// Whose query a row of a batch is: that of the last token of the sequence in `slot` but `back`. A slot
+// of -1 is a row that gets no answer.
+struct StepRow {
+  std::int32_t slot = -1;
+  std::int32_t back = 0;
+  friend bool operator==(const StepRow&, const StepRow&) = default;
+};
+
 // One decode step of a ragged batch on one layer. All addresses are device addresses; strides in
 // elements.
 struct StepView {
   LayerView layer;
-  const HeadView* heads = nullptr;      // [slot][KV head]
-  const std::int32_t* slots = nullptr;  // [row]; -1 is a padding row
+  const HeadView* heads = nullptr;  // [slot][KV head]
+  const StepRow* batch = nullptr;   // [row]
   int rows = 0;
   const void* queries = nullptr;  // [row][query head][key_dim]
   DType query_type = DType::f32;
@@ -119,6 +127,13 @@ struct StepView {
   BadNumber* bad = nullptr;             // of queries that are not finite; null: nobody looks
   std::int64_t layer_index = 0;         // for `bad`
 };
+
+// Residents that a row sees of its sequence's head.
+VERKV_HD inline std::int64_t residents_of(const HeadView& head, const StepRow& row) {
+  const std::int64_t window = head.tokens - head.compressed - row.back;
+  // A step that is replayed has checked nothing.
+  return head.drawn + (window > 0 ? window : 0);
+}
 
 // The form of a head's codes.
 VERKV_HD inline SketchShape sketch_of(const LayerView& layer, const HeadView& head) {

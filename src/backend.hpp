@@ -62,8 +62,12 @@ class Backend {
                         std::span<const TensorView> prompt_queries) = 0;
   virtual void redraw(SequenceId sequence, std::uint64_t draw) = 0;
 
-  // Padding rows are written too (output 0, LSE -infinity, empty reports). Throws InvalidArgument
-  // on a query that is not finite.
+  // Throws what attend would throw of the queries' numbers, and fills row_status. Where a backend
+  // does not read numbers before it computes, does nothing.
+  virtual void check_queries(const AttendBatch& batch) = 0;
+  // Padding rows are written too (output 0, LSE -infinity, empty reports), and so are rows with a bad
+  // query where there is a row_status. Throws InvalidArgument on a query that is not finite, unless
+  // there is.
   virtual void attend(std::int64_t layer, const AttendBatch& batch) = 0;
 
   virtual LayerStatistics statistics(std::int64_t layer) const = 0;

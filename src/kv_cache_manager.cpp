@@ -1,3 +1,4 @@
+// Long because every public call passes through it, each checked before it touches anything.
 #include <verkv/kv_cache_manager.hpp>
 
 #include <fmt/format.h>
@@ -156,37 +157,55 @@ struct KvCacheManager::Impl {
         ErrorCode::token_limit, {.layer = layer});
   }
 
-  // Fills `parts`, a part for each run of consecutive rows of a sequence.
-  void cut_into_parts(const AppendBatch& batch) {
-    parts.clear();
+  // Calls f(sequence, row, rows) for the runs of consecutive rows of one sequence. Throws
+  // InvalidArgument on a sequence that is unknown or has two runs.
+  template <class F>
+  void each_run(std::span<const SequenceId> rows, F&& f) {
     ++batch_count;
-    for (std::size_t row = 0; row < batch.sequences.size();) {
-      const SequenceId id = batch.sequences[row];
+    for (std::size_t row = 0; row < rows.size();) {
+      const SequenceId id = rows[row];
       std::size_t end = row + 1;
-      while (end < batch.sequences.size() && batch.sequences[end] == id) ++end;
+      while (end < rows.size() && rows[end] == id) ++end;
       if (id != kNoSequence) {
         const std::int64_t first = static_cast<std::int64_t>(row);
-        mark_run(find(id, first), id, first);
-        AppendPart part{id, batch.keys, batch.values};
-        for (TensorView* view : {&part.keys, &part.values}) {
-          view->data = view->row(first, 0);
-          view->tokens = static_cast<std::int64_t>(end - row);
+        Sequence& sequence = find(id, first);
+        if (sequence.last_batch == batch_count) {
+          invalid(ErrorCode::repeated, {.row = first},
+                  "sequence {} appears again in row {}; its rows in a batch must be consecutive",
+                  id.value, row);
         }
-        part.row = first;
-        parts.push_back(part);
+        sequence.last_batch = batch_count;
+        f(id, first, static_cast<std::int64_t>(end - row));
       }
       row = end;
     }
   }
 
-  // The first row of a run of rows of one sequence.
-  void mark_run(Sequence& sequence, SequenceId id, std::int64_t row) const {
-    if (sequence.last_batch == batch_count) {
-      invalid(ErrorCode::repeated, {.row = row},
-              "sequence {} appears again in row {}; its rows in a batch must be consecutive",
-              id.value, row);
-    }
-    sequence.last_batch = batch_count;
+  // Fills `parts`, a part for each run.
+  void cut_into_parts(const AppendBatch& batch) {
+    parts.clear();
+    each_run(batch.sequences, [&](SequenceId id, std::int64_t row, std::int64_t count) {
+      AppendPart part{id, batch.keys, batch.values};
+      for (TensorView* view : {&part.keys, &part.values}) {
+        view->data = view->row(row, 0);
+        view->tokens = count;
+      }
+      part.row = row;
+      parts.push_back(part);
+    });
+  }
+
+  // Whether the last `count` tokens can be asked together.
+  void check_burst(SequenceId id, std::int64_t layer, std::int64_t row, std::int64_t count) const {
+    if (count == 1) return;
+    const std::int64_t tokens = backend->tokens(id, layer);
+    const std::int64_t compressed = backend->compressed_tokens(id, layer);
+    if (count <= tokens - compressed) return;
+    invalid(
+        ErrorCode::shape, {.row = row},
+        "sequence {} stands in {} rows from row {} on; of its {} tokens in layer {} the last {} "
+        "are not compressed, and no more can be asked together",
+        id.value, count, row, tokens, layer, tokens - compressed);
   }
 
   // Whether `reserve` has made room already.
@@ -443,16 +462,26 @@ void KvCacheManager::redraw(SequenceId sequence, std::uint64_t draw) {
 void KvCacheManager::attend(std::int64_t layer_index, const AttendBatch& batch) try {
   const std::lock_guard lock(impl_->mutex);
   check_batch(batch, impl_->layer(layer_index));
-  ++impl_->batch_count;
-  for (std::int64_t row = 0; row < batch.queries.tokens; ++row) {
-    const SequenceId id = batch.sequences[static_cast<std::size_t>(row)];
-    if (id == kNoSequence) continue;
-    Impl::Sequence& sequence = impl_->find(id, row);
-    if (sequence.last_batch == impl_->batch_count)
-      invalid(ErrorCode::repeated, {.row = row}, "sequence {} appears twice in one batch",
-              id.value);
-    sequence.last_batch = impl_->batch_count;
-  }
+  impl_->each_run(batch.sequences, [&](SequenceId id, std::int64_t row, std::int64_t count) {
+    impl_->check_burst(id, layer_index, row, count);
+  });
+  const Stopwatch watch = impl_->times.attending(layer_index);
+  impl_->backend->attend(layer_index, batch);
+} catch (Error& error) {
+  error.add_place({.layer = layer_index});
+  throw;
+}
+
+void KvCacheManager::step(std::int64_t layer_index, const TensorView& keys,
+                          const TensorView& values, const AttendBatch& batch) try {
+  const std::lock_guard lock(impl_->mutex);
+  const LayerConfig& layer = impl_->layer(layer_index);
+  check_batch(batch, layer);
+  const AppendBatch appended{batch.sequences, keys, values};
+  check_batch(appended, layer);
+  impl_->backend->check_queries(batch);
+  impl_->cut_into_parts(appended);
+  impl_->append(layer_index, impl_->parts);
   const Stopwatch watch = impl_->times.attending(layer_index);
   impl_->backend->attend(layer_index, batch);
 } catch (Error& error) {

@@ -55,9 +55,14 @@ void check_queries(const AttendBatch& batch) {
   TensorView row = batch.queries;
   row.tokens = 1;
   for (std::size_t i = 0; i < batch.sequences.size(); ++i) {
+    if (!batch.row_status.empty()) batch.row_status[i] = RowStatus::answered;
     if (batch.sequences[i] == kNoSequence) continue;
     row.data = batch.queries.row(static_cast<std::int64_t>(i), 0);
     find_beyond(std::numeric_limits<float>::max(), row, [&](NumberPlace place, float number) {
+      if (!batch.row_status.empty()) {
+        batch.row_status[i] = RowStatus::bad_query;
+        return;
+      }
       place.token = static_cast<std::int64_t>(i);
       refuse_query("queries", -1, place, number);
     });

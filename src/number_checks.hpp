@@ -27,12 +27,19 @@ struct NumberPlace {
 [[noreturn]] VERKV_API void refuse_query(std::string_view what, std::int64_t layer,
                                          const NumberPlace& place, float number);
 
-// Throw InvalidArgument unless every number of a view that the host can read is finite and fits the
-// storage type, or is finite in every row that is not padding. first_row: of a batch whose rows are
-// the view's tokens; -1: of none.
+// Throws InvalidArgument unless every number of a view that the host can read is finite and fits the
+// storage type. first_row: of a batch whose rows are the view's tokens; -1: of none.
 VERKV_API void check_stored(std::string_view what, const TensorView& view, DType storage,
                             std::int64_t first_row = -1);
+// Which rows of queries that the host can read are not finite, padding aside: told by the batch's
+// row_status, or, where that is empty, thrown as InvalidArgument.
 VERKV_API void check_queries(const AttendBatch& batch);
+
+// Whether a row is to be answered: not padding, and not one that check_queries found.
+inline bool is_asked(const AttendBatch& batch, std::size_t row) {
+  return batch.sequences[row] != kNoSequence &&
+         (batch.row_status.empty() || batch.row_status[row] == RowStatus::answered);
+}
 
 }  // namespace verkv
 

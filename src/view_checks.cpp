@@ -114,6 +114,9 @@ void check_batch(const AttendBatch& batch, const LayerConfig& layer) {
   if (!batch.lse.empty() && batch.lse.size() != query_count) {
     invalid("LSE of {} numbers for {} rows of {} heads", batch.lse.size(), rows, layer.query_heads);
   }
+  if (!batch.row_status.empty() && batch.row_status.size() != batch.sequences.size()) {
+    invalid("{} row statuses for {} rows", batch.row_status.size(), rows);
+  }
   if (!batch.query_reports.empty() && batch.query_reports.size() != query_count) {
     invalid("{} query head reports for {} rows of {} heads", batch.query_reports.size(), rows,
             layer.query_heads);

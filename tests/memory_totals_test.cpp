@@ -142,6 +142,7 @@ class CountingBackend final : public verkv::Backend {
     touched(id);
   }
   void redraw(SequenceId id, std::uint64_t) override { touched(id); }
+  void check_queries(const AttendBatch&) override {}
   void attend(std::int64_t, const AttendBatch&) override {}
   LayerStatistics statistics(std::int64_t) const override { return {}; }
   void reset_statistics() override {}

@@ -19,7 +19,7 @@ enum class ErrorCode : std::uint8_t {
   setting,           // configurations and options: unsupported_reasons
   unknown_sequence,  // never created, or erased
   unknown_layer,     // not in the configuration, or configured to keep no cache
-  repeated,          // a sequence twice in one batch
+  repeated,          // a sequence in rows of a batch that are not consecutive
   shape,             // sizes, strides, element type, alignment, null data
   number,            // not finite, negative, or too large for the storage type
   wrong_process,     // a child after fork() uses the cache of its parent

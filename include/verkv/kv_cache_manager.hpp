@@ -124,18 +124,29 @@ class VERKV_API KvCacheManager {
   void compress(SequenceId sequence, std::span<const ImportanceView> importance,
                 std::span<const TensorView> prompt_queries = {});
 
-  // Attention of one query token per row, over all tokens of the row's sequence in `layer`:
+  // Attention of one query token per row, over the tokens of the row's sequence in `layer` up to
+  // itself:
   //   output = sum_i softmax(logit)_i value_i,   logit_i = scale * q.k_i (soft-capped)
-  // In a decode step `append` comes first and `attend` second: a token attends to itself. A
+  // In a decode step `append` comes first and `attend` second: a token attends to itself. Several
+  // rows of one sequence are its last tokens (AttendBatch); each gives what a step of that token
+  // alone gives, bit for bit (on a device LSE and output to rounding), where nothing is compressed
+  // in between. Attending changes no later answer: what a token's query gives to the scores of the
+  // local window replaces what it gave before, and counts from the next append on. A
   // sequence without tokens in the layer has the answer of a padding row, output 0 and LSE
   // -infinity, with epsilon 0, and is certified.
-  // Allocates nothing, except in two cases. Where reports are left out and padding makes more rows
-  // than there have ever been sequences, room for the reports of the rows grows. On a device,
-  // buffers grow where the batch has more rows than there is room for (CudaOptions::rows).
+  // Allocates nothing, except where the batch has more rows than ever and than 8 for each sequence
+  // that has ever been at once: room for what is known of a row grows. On a device, buffers grow
+  // where the batch has more rows than there is room for (CudaOptions::rows).
   // Blocks until outputs and reports are written, except with views in a device's memory.
-  // Throws InvalidArgument on a wrong shape or type, an unknown or repeated sequence, or a query
-  // that is not finite (in a device's memory: a later call throws).
+  // Throws InvalidArgument on a wrong shape or type, an unknown sequence, one whose rows are not
+  // consecutive or more than can be asked together, or a query that is not finite where there is no
+  // row_status (in a device's memory: a later call throws).
   void attend(std::int64_t layer, const AttendBatch& batch);
+
+  // append of a batch of the same rows, then attend: keys [row][KV head][key_dim], values
+  // [row][KV head][value_dim]. A call that throws has done neither, unless a device throws it.
+  void step(std::int64_t layer, const TensorView& keys, const TensorView& values,
+            const AttendBatch& batch);
 
   // ---- Reports
 

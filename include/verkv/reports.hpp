@@ -70,7 +70,15 @@ struct Truncation {
   explicit operator bool() const { return done; }
 };
 
-// One decode step of a ragged batch. Row i attends with sequences[i]; a sequence may appear once.
+// What became of a row.
+enum class RowStatus : std::uint8_t {
+  answered,   // padding rows too
+  bad_query,  // a query that is not finite: output 0, LSE -infinity, empty reports, not counted
+};
+
+// One decode step of a ragged batch. Row i attends with sequences[i]. A sequence may stand in k
+// consecutive rows: they are its last k tokens of the layer, in order, each of which attends to the
+// tokens up to itself. k: at most the tokens of the local window, or 1.
 // Outputs and reports must not overlap each other nor any input. Sizes are exact.
 struct AttendBatch {
   std::span<const SequenceId> sequences;
@@ -84,6 +92,8 @@ struct AttendBatch {
   std::span<QueryHeadReport> query_reports;
   // [row][KV head]; or empty.
   std::span<KvHeadReport> kv_reports;
+  // [row]; or empty, and then a query that is not finite fails the call.
+  std::span<RowStatus> row_status;
 };
 
 // Bytes in use, by tier and purpose.

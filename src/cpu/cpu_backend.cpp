@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -26,6 +28,12 @@
 
 namespace verkv::cpu {
 namespace {
+
+// Rows of a batch for which a sequence that is created makes room, as KvCacheManager::attend says.
+constexpr std::int64_t kRowsPerSequence = 8;
+// Rows that a thread answers at a time: what they share stays in its caches, and a burst is still
+// shared between threads.
+constexpr std::int64_t kSliceRows = 8;
 
 struct Sequence {
   std::uint64_t draw = 0;
@@ -65,7 +73,9 @@ class CpuBackend final : public Backend {
   }
 
   void create(SequenceId id, std::uint64_t draw) override {
-    const std::int64_t rows = static_cast<std::int64_t>(sequences_.size()) + 1;
+    const std::int64_t rows = kRowsPerSequence * (static_cast<std::int64_t>(sequences_.size()) + 1);
+    // Between two that are asked there may be one that is not.
+    slices_.reserve(static_cast<std::size_t>(2 * rows + 1));
     reserve(query_reports_, rows, &LayerConfig::query_heads);
     reserve(kv_reports_, rows, &LayerConfig::kv_heads);
     auto sequence = std::make_unique<Sequence>();
@@ -167,49 +177,27 @@ class CpuBackend final : public Backend {
     sequence.draw = draw;
   }
 
+  void check_queries(const AttendBatch& batch) override { verkv::check_queries(batch); }
+
   void attend(std::int64_t layer_index, const AttendBatch& batch) override {
-    check_queries(batch);
+    verkv::check_queries(batch);
     const std::size_t layer = static_cast<std::size_t>(layer_index);
-    const LayerShape& shape = shapes_[layer];
-    const LayerConfig& c = shape.config;
+    const LayerConfig& c = shapes_[layer].config;
     const std::int64_t rows = static_cast<std::int64_t>(batch.sequences.size());
-    // Padding rows may make the batch larger than the number of sequences; only then is there
-    // something to grow.
+    // Only more rows than ever have something to grow.
     if (batch.query_reports.empty()) reserve(query_reports_, rows, &LayerConfig::query_heads);
     if (batch.kv_reports.empty()) reserve(kv_reports_, rows, &LayerConfig::kv_heads);
-    const std::span<QueryHeadReport> query_reports =
+    Answers answers;
+    answers.query_reports =
         batch.query_reports.empty() ? std::span(query_reports_) : batch.query_reports;
-    const std::span<KvHeadReport> kv_reports =
-        batch.kv_reports.empty() ? std::span(kv_reports_) : batch.kv_reports;
-    const auto task = [&](int worker, std::int64_t index) {
-      const std::int64_t row = index / c.kv_heads;
-      const std::int64_t head = index % c.kv_heads;
-      const std::int64_t first_query = row * c.query_heads + head * shape.group;
-      StepArguments step;
-      step.query = batch.queries.row(row, head * shape.group);
-      step.query_type = batch.queries.type;
-      step.query_stride = batch.queries.head_stride;
-      step.output = batch.output.data() + first_query * c.value_dim;
-      step.lse = batch.lse.empty() ? nullptr : batch.lse.data() + first_query;
-      step.query_reports = query_reports.data() + first_query;
-      step.kv_report = kv_reports.data() + index;
-      const SequenceId id = batch.sequences[static_cast<std::size_t>(row)];
-      if (id == kNoSequence) {
-        std::fill(step.output, step.output + shape.group * c.value_dim, 0.0f);
-        if (step.lse != nullptr) {
-          std::fill(step.lse, step.lse + shape.group, -std::numeric_limits<float>::infinity());
-        }
-        std::fill(step.query_reports, step.query_reports + shape.group, QueryHeadReport{});
-        *step.kv_report = {};
-        return;
-      }
-      Sequence& sequence = find(id);
-      run_step(kernels_, shape, workspaces_.rules(),
-               sequence.layers[layer][static_cast<std::size_t>(head)], workspaces_.of(worker),
-               step);
-    };
-    pool_.run(rows * c.kv_heads, task);
-    count(layer, batch, query_reports, kv_reports);
+    answers.kv_reports = batch.kv_reports.empty() ? std::span(kv_reports_) : batch.kv_reports;
+    cut_into_slices(batch);
+    pool_.run(static_cast<std::int64_t>(slices_.size()) * c.kv_heads,
+              [&](int worker, std::int64_t index) {
+                const Slice& slice = slices_[static_cast<std::size_t>(index / c.kv_heads)];
+                attend_slice(layer, index % c.kv_heads, slice, batch, answers, worker);
+              });
+    count(layer, batch, answers);
   }
 
   LayerStatistics statistics(std::int64_t layer) const override {
@@ -230,7 +218,8 @@ class CpuBackend final : public Backend {
   std::int64_t workspace_bytes() const override {
     return workspaces_.bytes() +
            static_cast<std::int64_t>(query_reports_.capacity() * sizeof(QueryHeadReport) +
-                                     kv_reports_.capacity() * sizeof(KvHeadReport));
+                                     kv_reports_.capacity() * sizeof(KvHeadReport) +
+                                     slices_.capacity() * sizeof(Slice));
   }
 
  private:
@@ -246,17 +235,101 @@ class CpuBackend final : public Backend {
     if (reports.size() < count) reports.resize(count);
   }
 
-  void count(std::size_t layer, const AttendBatch& batch,
-             std::span<const QueryHeadReport> query_reports,
-             std::span<const KvHeadReport> kv_reports) {
+  // Consecutive rows that one thread answers, one KV head after the other: rows of one sequence, or
+  // rows that are not asked.
+  struct Slice {
+    std::int64_t first = 0;
+    std::int64_t rows = 1;
+    // Newest tokens of the sequence that the first row does not see.
+    std::int64_t back = 0;
+    bool asked = false;
+  };
+
+  // Where reports go.
+  struct Answers {
+    std::span<QueryHeadReport> query_reports;
+    std::span<KvHeadReport> kv_reports;
+  };
+
+  void cut_into_slices(const AttendBatch& batch) {
+    slices_.clear();
+    const std::size_t rows = batch.sequences.size();
+    for (std::size_t begin = 0; begin < rows;) {
+      std::size_t end = begin + 1;
+      while (end < rows && batch.sequences[end] == batch.sequences[begin]) ++end;
+      for (std::size_t row = begin; row < end; ++row) {
+        const bool asked = is_asked(batch, row);
+        if (!slices_.empty() && slices_.back().asked == asked &&
+            (!asked || (row > begin && slices_.back().rows < kSliceRows))) {
+          ++slices_.back().rows;
+          continue;
+        }
+        slices_.push_back(
+            {static_cast<std::int64_t>(row), 1, static_cast<std::int64_t>(end - 1 - row), asked});
+      }
+      begin = end;
+    }
+  }
+
+  StepArguments arguments_of(const LayerShape& shape, std::int64_t row, std::int64_t head,
+                             const AttendBatch& batch, const Answers& answers) const {
+    const LayerConfig& c = shape.config;
+    const std::int64_t first_query = row * c.query_heads + head * shape.group;
+    StepArguments step;
+    step.query = batch.queries.row(row, head * shape.group);
+    step.query_type = batch.queries.type;
+    step.query_stride = batch.queries.head_stride;
+    step.output = batch.output.data() + first_query * c.value_dim;
+    step.lse = batch.lse.empty() ? nullptr : batch.lse.data() + first_query;
+    step.query_reports = answers.query_reports.data() + first_query;
+    step.kv_report = answers.kv_reports.data() + row * c.kv_heads + head;
+    return step;
+  }
+
+  static void answer_nothing(const LayerShape& shape, const StepArguments& step) {
+    std::fill(step.output, step.output + shape.group * shape.config.value_dim, 0.0f);
+    if (step.lse != nullptr)
+      std::fill(step.lse, step.lse + shape.group, -std::numeric_limits<float>::infinity());
+    std::fill(step.query_reports, step.query_reports + shape.group, QueryHeadReport{});
+    *step.kv_report = {};
+  }
+
+  void attend_slice(std::size_t layer, std::int64_t head, const Slice& slice,
+                    const AttendBatch& batch, const Answers& answers, int worker) {
+    const LayerShape& shape = shapes_[layer];
+    if (!slice.asked) {
+      for (std::int64_t row = slice.first; row < slice.first + slice.rows; ++row)
+        answer_nothing(shape, arguments_of(shape, row, head, batch, answers));
+      return;
+    }
+    HeadStore& store = find(batch.sequences[static_cast<std::size_t>(slice.first)])
+                           .layers[layer][static_cast<std::size_t>(head)];
+    const std::int64_t together = rows_together(shape.group);
+    for (std::int64_t begin = 0; begin < slice.rows; begin += together) {
+      std::array<StepArguments, kMaxHeads> rows;
+      const std::int64_t count = std::min(together, slice.rows - begin);
+      for (std::int64_t i = 0; i < count; ++i) {
+        StepArguments& row = rows[static_cast<std::size_t>(i)];
+        row = arguments_of(shape, slice.first + begin + i, head, batch, answers);
+        row.back = slice.back - begin - i;
+      }
+      run_step(kernels_, shape, workspaces_.rules(), store, workspaces_.of(worker),
+               std::span(rows).first(static_cast<std::size_t>(count)));
+    }
+  }
+
+  // After cut_into_slices.
+  void count(std::size_t layer, const AttendBatch& batch, const Answers& answers) {
     const std::size_t query_heads = static_cast<std::size_t>(shapes_[layer].config.query_heads);
     const std::size_t kv_heads = static_cast<std::size_t>(shapes_[layer].config.kv_heads);
     LayerStatistics& statistics = statistics_[layer];
-    for (std::size_t row = 0; row < batch.sequences.size(); ++row) {
-      const SequenceId id = batch.sequences[row];
-      if (id == kNoSequence) continue;
-      ++statistics.steps;
-      for (const QueryHeadReport& report : query_reports.subspan(row * query_heads, query_heads)) {
+    for (const Slice& slice : slices_) {
+      if (!slice.asked) continue;
+      const std::size_t first = static_cast<std::size_t>(slice.first);
+      const std::size_t rows = static_cast<std::size_t>(slice.rows);
+      statistics.steps += slice.rows;
+      for (const QueryHeadReport& report :
+           answers.query_reports.subspan(first * query_heads, rows * query_heads)) {
         ++statistics.decisions;
         ++statistics.bounds[bound_bucket(report.epsilon)];
         statistics.certified += report.certified;
@@ -264,14 +337,16 @@ class CpuBackend final : public Backend {
         statistics.fetching += report.planned_tokens > 0;
         statistics.planned_tokens += report.planned_tokens;
       }
-      const std::int64_t held = tokens(id, static_cast<std::int64_t>(layer));
-      for (const KvHeadReport& report : kv_reports.subspan(row * kv_heads, kv_heads)) {
+      for (const KvHeadReport& report :
+           answers.kv_reports.subspan(first * kv_heads, rows * kv_heads)) {
         statistics.fetched_tokens += report.fetched_tokens;
         statistics.moved_tokens += report.moved_tokens;
         statistics.moved_bytes += report.moved_bytes;
         statistics.resident_tokens += report.resident_tokens;
-        statistics.cached_tokens += held;
       }
+      const std::int64_t held = tokens(batch.sequences[first], static_cast<std::int64_t>(layer));
+      for (std::int64_t i = 0; i < slice.rows; ++i)
+        statistics.cached_tokens += (held - slice.back + i) * static_cast<std::int64_t>(kv_heads);
     }
   }
 
@@ -388,6 +463,8 @@ class CpuBackend final : public Backend {
   // Reports of a step for which the caller gives no room.
   std::vector<QueryHeadReport> query_reports_;
   std::vector<KvHeadReport> kv_reports_;
+  // Of a step; with room for as many rows as the reports.
+  std::vector<Slice> slices_;
 };
 
 }  // namespace

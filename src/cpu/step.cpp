@@ -14,6 +14,7 @@
 #include "cpu/certify.hpp"
 #include "cpu/clusters.hpp"
 #include "cpu/fetch.hpp"
+#include "cpu/logits.hpp"
 #include "window_score.hpp"
 
 namespace verkv::cpu {
@@ -31,9 +32,6 @@ class Step {
 
   void run() {
     std::fill_n(arguments_.query_reports, group_.heads, QueryHeadReport{});
-    load_query();
-    resident_logits();
-    sketch_logits();
     weights();
     // Definition 2, then Eqs. 7, 9 and 10 over L, then Eq. 7 over what the plan leaves of it.
     const FetchPlan plan = plan_fetch(group_, arguments_.query_reports);
@@ -55,120 +53,6 @@ class Step {
   HeadState& state(int h) { return group_.state(h); }
   static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-  // Calls f(slot) for the residents of H: drawn slots with infinite odds, then the local window.
-  template <class F>
-  void for_high(F&& f) {
-    for (std::int64_t i = 0; i < group_.drawn; ++i) {
-      if (ws_.slot_odds[at(i)] == kInfinity) f(i);
-    }
-    for (std::int64_t i = group_.drawn; i < group_.residents; ++i) f(i);
-  }
-
-  // ---- Query and logits ----
-
-  // The query times the attention scale, zero-padded.
-  void load_query() {
-    const std::int64_t dim = group_.shape.config.key_dim;
-    const Rows rows{arguments_.query, arguments_.query_type, arguments_.query_stride,
-                    static_cast<int>(dim)};
-    for (int h = 0; h < group_.heads; ++h) {
-      float* q = group_.query(h);
-      std::fill(q, q + group_.query_stride, 0.0f);
-      for (std::int64_t j = 0; j < dim; ++j) q[j] = group_.shape.scale * load_element(rows, h, j);
-    }
-  }
-
-  void cap_softly(float* logit, std::int64_t count) {
-    const float cap = group_.shape.soft_cap;
-    if (!(cap > 0)) return;
-    for (std::int64_t i = 0; i < count; ++i) logit[i] = soft_capped(logit[i], cap);
-  }
-
-  // Exact logits of residents. The shift may use every logit that does not depend on the draw:
-  // those of H here, the sketched ones in sketch_logits.
-  void resident_logits() {
-    group_.in_parts([&](int first, int heads) {
-      group_.kernels.dot_rows(store_.resident_keys(group_.shape), nullptr, group_.residents,
-                              group_.query(first), heads, group_.query_stride,
-                              group_.resident_logit(first), group_.resident_stride);
-    });
-    const std::span<const std::uint32_t> place = store_.resident_places();
-    for (std::int64_t i = 0; i < group_.drawn; ++i)
-      ws_.slot_odds[at(i)] = group_.odds(place[at(i)]);
-    for (int h = 0; h < group_.heads; ++h) {
-      cap_softly(group_.resident_logit(h), group_.residents);
-      float top = -kInfinity;
-      for_high([&](std::int64_t i) { top = std::max(top, group_.resident_logit(h)[i]); });
-      state(h).shift = top;
-    }
-  }
-
-  void sketch_logits() {
-    if (group_.compressed == 0) return;
-    switch (group_.shape.sketch.kind) {
-      case SketchKind::exact:
-        logits_of_full_keys();
-        break;
-      case SketchKind::calibrated:
-        group_.in_parts([&](int first, int heads) { logits_of_codes(first, heads); });
-        break;
-    }
-  }
-
-  void logits_of_full_keys() {
-    group_.in_parts([&](int first, int heads) {
-      group_.kernels.dot_rows(store_.host_keys(group_.shape), store_.order().position.data(),
-                              group_.compressed, group_.query(first), heads, group_.query_stride,
-                              group_.weight(first), group_.weight_stride);
-    });
-    for (int h = 0; h < group_.heads; ++h) {
-      cap_softly(group_.weight(h), group_.compressed);
-      raise_shift_over_low(h);
-    }
-  }
-
-  void logits_of_codes(int first, int heads) {
-    const SketchBasis& basis = store_.basis();
-    const std::int64_t dim = group_.shape.config.key_dim;
-    std::array<HeadConstants, kMaxHeads> constants;
-    std::array<float, kMaxHeads> largest{};
-    group_.kernels.dot_rows({basis.query.data(), DType::f16, dim, static_cast<int>(dim)}, nullptr,
-                            basis.shape.dim, group_.query(first), heads, group_.query_stride,
-                            group_.basis_query(first), group_.query_stride);
-    for (int h = 0; h < heads; ++h) constants[at(h)] = encode_head(first + h);
-    group_.kernels.sketch_logits(store_.sketch(group_.shape), store_.codes(), store_.scales(),
-                                 store_.odds(), group_.compressed, group_.code_query(first), heads,
-                                 group_.code_stride, constants.data(), group_.weight(first),
-                                 group_.weight_stride, largest.data());
-    for (int h = 0; h < heads; ++h) {
-      if (group_.shape.soft_cap > 0) {
-        cap_softly(group_.weight(first + h), group_.compressed);
-        raise_shift_over_low(first + h);
-      } else {
-        state(first + h).shift = std::max(state(first + h).shift, largest[at(h)]);
-      }
-    }
-  }
-
-  void raise_shift_over_low(int h) {
-    for (std::int64_t i = 0; i < group_.compressed; ++i) {
-      if (group_.is_low(i)) state(h).shift = std::max(state(h).shift, group_.weight(h)[i]);
-    }
-  }
-
-  HeadConstants encode_head(int h) {
-    const std::span<const float> mean = store_.channel_means();
-    double share = 0;
-    for (std::size_t j = 0; j < mean.size(); ++j)
-      share += static_cast<double>(group_.query(h)[j]) * static_cast<double>(mean[j]);
-    const SketchQuery encoded = encode_query(
-        std::span<const float>(group_.basis_query(h), at(store_.sketch(group_.shape).dim)),
-        std::span<std::int8_t>(group_.code_query(h), at(group_.code_stride)));
-    return {.query_sum = encoded.sum,
-            .factor = encoded.scale * store_.basis().unit,
-            .shift = static_cast<float>(share)};
-  }
-
   // ---- Weights of the plan ----
 
   // Weights relative to the shift, 0 for tokens of H; D as the plan knows it: exact over H,
@@ -188,7 +72,7 @@ class Step {
     for (int h = 0; h < group_.heads; ++h) {
       HeadState& s = state(h);
       const float* w = group_.resident_weight(h);
-      for_high([&](std::int64_t i) { s.denominator += static_cast<double>(w[i]); });
+      group_.for_high([&](std::int64_t i) { s.denominator += static_cast<double>(w[i]); });
       s.computable = is_computable(s.denominator);
     }
   }
@@ -228,7 +112,7 @@ class Step {
                               group_.query(first), heads, group_.query_stride, group_.weight(first),
                               group_.weight_stride);
     });
-    for (int h = 0; h < group_.heads; ++h) cap_softly(group_.weight(h), moved_);
+    for (int h = 0; h < group_.heads; ++h) group_.cap_softly(group_.weight(h), moved_);
   }
 
   // Residents with their coefficients, then the moved tokens, under one shift.
@@ -396,10 +280,21 @@ class Step {
 
 }  // namespace
 
-void run_step(const Kernels& kernels, const LayerShape& shape, const FetchRules& rules,
-              HeadStore& store, Workspace& workspace, const StepArguments& arguments) noexcept {
-  HeadGroup group(kernels, shape, rules, store, workspace);
-  Step(group, arguments).run();
+void run_step(const Kernels& kernels, const LayerShape& shape, const FetchRules& fetch_rules,
+              HeadStore& store, Workspace& workspace,
+              std::span<const StepArguments> rows) noexcept {
+  const auto group_of = [&](const QueryRows& which) {
+    return HeadGroup(kernels, shape, fetch_rules, store, workspace, which);
+  };
+  const int count = static_cast<int>(rows.size());
+  HeadGroup all = group_of({0, count, rows.back().back});
+  compute_logits(all, rows);
+  for (int r = 0; r < count; ++r) {
+    const StepArguments& row = rows[static_cast<std::size_t>(r)];
+    HeadGroup group = group_of({r, 1, row.back});
+    find_shifts(group);
+    Step(group, row).run();
+  }
 }
 
 }  // namespace verkv::cpu

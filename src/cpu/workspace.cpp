@@ -25,11 +25,12 @@ void grow(Vector& vector, std::int64_t size) {
 void Workspace::reserve(const LayerShape& shape, const FetchRules& rules, std::int64_t compressed,
                         std::int64_t residents) {
   const std::int64_t group = shape.group;
-  grow(query, group * padded(shape.config.key_dim));
-  grow(basis_query, group * padded(shape.config.key_dim));
-  grow(code_query, group * code_stride_of(shape.sketch));
-  grow(weight, group * padded(compressed));
-  grow(resident_logit, group * padded(residents));
+  const std::int64_t heads = group * rows_together(shape.group);
+  grow(query, heads * padded(shape.config.key_dim));
+  grow(basis_query, heads * padded(shape.config.key_dim));
+  grow(code_query, heads * code_stride_of(shape.sketch));
+  grow(weight, heads * padded(compressed));
+  grow(resident_logit, heads * padded(residents));
   grow(resident_weight, group * padded(residents));
   grow(resident_sketched, group * padded(residents));
   if (shape.clusters) {
@@ -44,7 +45,7 @@ void Workspace::reserve(const LayerShape& shape, const FetchRules& rules, std::i
     grow(cluster_drawn, clusters);
   }
   grow(output, group * shape.config.value_dim);
-  grow(states, group);
+  grow(states, heads);
   grow(slot_odds, residents);
   // Kernels write whole vectors.
   const std::int64_t room = compressed + kLanes;
@@ -91,21 +92,23 @@ std::int64_t Workspaces::bytes() const {
 }
 
 HeadGroup::HeadGroup(const Kernels& the_kernels, const LayerShape& the_shape,
-                     const FetchRules& the_rules, HeadStore& the_store, Workspace& the_workspace)
+                     const FetchRules& the_rules, HeadStore& the_store, Workspace& the_workspace,
+                     const QueryRows& rows)
     : kernels(the_kernels),
       shape(the_shape),
       rules(the_rules),
       store(the_store),
       workspace(the_workspace),
-      heads(shape.group),
+      heads(shape.group * rows.rows),
+      first_head(shape.group * rows.first),
       compressed(store.compressed()),
-      residents(store.residents()),
+      residents(store.residents() - rows.back),
       drawn(store.drawn_residents()),
       clusters(shape.clusters ? clusters_of(compressed) : 0),
       query_stride(padded(shape.config.key_dim)),
       code_stride(code_stride_of(shape.sketch)),
       weight_stride(padded(compressed)),
-      resident_stride(padded(residents)),
+      resident_stride(padded(store.residents())),
       cluster_stride(padded(clusters)) {}
 
 }  // namespace verkv::cpu

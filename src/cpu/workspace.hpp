@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include <verkv/attention.hpp>
 #include <verkv/clusters.hpp>
 #include <verkv/fetch_plan.hpp>
 
@@ -59,15 +60,19 @@ struct ClusterSums {
   }
 };
 
+// Tokens of a sequence that a step takes together: their query heads share what is read of the
+// sketch and of the residents.
+constexpr int rows_together(int group) { return std::max(1, kMaxHeads / group); }
+
 // Buffers of one thread. Sized outside the step, so that the step allocates nothing.
 struct Workspace {
   // Room for a KV head of this shape with `compressed` tokens under sketch and `residents` resident
-  // ones.
+  // ones, and for rows_together queries.
   void reserve(const LayerShape& shape, const FetchRules& rules, std::int64_t compressed,
                std::int64_t residents);
   std::int64_t bytes() const;
 
-  // ---- [group][stride] arrays ----
+  // ---- [row and query head][stride] arrays ----
   // Scaled, zero-padded.
   AlignedVector<float> query;
   // In the sketch's basis, and rounded to 8 bits there.
@@ -77,6 +82,8 @@ struct Workspace {
   AlignedVector<float> weight;
   // Exact.
   AlignedVector<float> resident_logit;
+
+  // ---- [query head][stride] arrays, of one row after the other ----
   AlignedVector<float> resident_weight;
   // Sketched weights of drawn slots, -1 where the slot counts exactly; then what slots count in
   // their clusters, if there are any.
@@ -88,7 +95,7 @@ struct Workspace {
   // Sums of weighted values.
   AlignedVector<float> output;
 
-  std::vector<HeadState> states;  // [group]
+  std::vector<HeadState> states;  // [row and query head]
   // The cluster of each drawn slot; squares of spreads.
   std::vector<std::uint32_t> slot_cluster;
   AlignedVector<float> cluster_spread_square;
@@ -134,20 +141,31 @@ class Workspaces {
   std::vector<Workspace> of_thread_;
 };
 
-// One KV head with its group of query heads during a step: what is fixed while the step runs, and
-// its arrays in the workspace.
+// Rows of a step, of one sequence: `rows` queries of its last tokens from the workspace's `first` on.
+// The last of them does not see the newest `back` tokens.
+struct QueryRows {
+  int first = 0;
+  int rows = 1;
+  std::int64_t back = 0;
+};
+
+// One KV head with the query heads of some rows during a step: what is fixed while the step runs,
+// and its arrays in the workspace. Every stage but the logits takes one row, the group of query
+// heads.
 struct HeadGroup {
   HeadGroup(const Kernels& kernels, const LayerShape& shape, const FetchRules& rules,
-            HeadStore& store, Workspace& workspace);
+            HeadStore& store, Workspace& workspace, const QueryRows& rows);
 
   const Kernels& kernels;
   const LayerShape& shape;
   const FetchRules& rules;
   HeadStore& store;
   Workspace& workspace;
-  // Query heads.
+  // Query heads, and the first in the workspace.
   int heads;
+  int first_head;
   std::int64_t compressed;
+  // Without those that the rows do not see.
   std::int64_t residents;
   // The first so many resident slots are drawn ones, the others the local window.
   std::int64_t drawn;
@@ -159,14 +177,20 @@ struct HeadGroup {
   std::int64_t resident_stride;
   std::int64_t cluster_stride;
 
-  HeadState& state(int h) { return workspace.states[static_cast<std::size_t>(h)]; }
-  float* query(int h) { return workspace.query.data() + h * query_stride; }
-  float* basis_query(int h) { return workspace.basis_query.data() + h * query_stride; }
-  std::int8_t* code_query(int h) { return workspace.code_query.data() + h * code_stride; }
-  float* weight(int h) { return workspace.weight.data() + h * weight_stride; }
+  HeadState& state(int h) { return workspace.states[static_cast<std::size_t>(first_head + h)]; }
+  float* query(int h) { return workspace.query.data() + (first_head + h) * query_stride; }
+  float* basis_query(int h) {
+    return workspace.basis_query.data() + (first_head + h) * query_stride;
+  }
+  std::int8_t* code_query(int h) {
+    return workspace.code_query.data() + (first_head + h) * code_stride;
+  }
+  float* weight(int h) { return workspace.weight.data() + (first_head + h) * weight_stride; }
   float* cluster_weight(int h) { return workspace.cluster_weight.data() + h * cluster_stride; }
   float* cluster_square(int h) { return workspace.cluster_square.data() + h * cluster_stride; }
-  float* resident_logit(int h) { return workspace.resident_logit.data() + h * resident_stride; }
+  float* resident_logit(int h) {
+    return workspace.resident_logit.data() + (first_head + h) * resident_stride;
+  }
   float* resident_weight(int h) { return workspace.resident_weight.data() + h * resident_stride; }
   float* resident_sketched(int h) {
     return workspace.resident_sketched.data() + h * resident_stride;
@@ -175,6 +199,20 @@ struct HeadGroup {
   // Whether a compressed token belongs to L.
   bool is_low(std::int64_t place) const {
     return store.odds()[place].bits < kPositive16Infinity.bits;
+  }
+
+  // Calls f(slot) for the residents of H: drawn slots with infinite odds, then the local window.
+  template <class F>
+  void for_high(F&& f) const {
+    for (std::int64_t i = 0; i < drawn; ++i) {
+      if (workspace.slot_odds[static_cast<std::size_t>(i)] == kInfinity) f(i);
+    }
+    for (std::int64_t i = drawn; i < residents; ++i) f(i);
+  }
+
+  void cap_softly(float* logit, std::int64_t count) const {
+    if (!(shape.soft_cap > 0)) return;
+    for (std::int64_t i = 0; i < count; ++i) logit[i] = soft_capped(logit[i], shape.soft_cap);
   }
 
   // Calls f(first head, heads) over parts of the group that a kernel takes at once.

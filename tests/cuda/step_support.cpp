@@ -279,7 +279,10 @@ void Scene::upload() {
   device_heads_ = to_device(heads_.data(), static_cast<std::int64_t>(heads_.size()));
   step_.heads = device_heads_;
   step_.rows = static_cast<int>(setup_.slots.size());
-  step_.slots = to_device(setup_.slots.data(), step_.rows);
+  std::vector<StepRow> batch;
+  for (std::size_t row = 0; row < setup_.slots.size(); ++row)
+    batch.push_back({setup_.slots[row], setup_.back.empty() ? 0 : setup_.back[row]});
+  step_.batch = to_device(batch.data(), step_.rows);
   step_.queries = to_device(query_stored_.data(), static_cast<std::int64_t>(query_stored_.size()));
   step_.query_type = setup_.query_type;
   step_.query_row_stride = query_at(1, 0);
@@ -367,6 +370,7 @@ class Scene::Comparison {
 
  private:
   std::int64_t query_heads() const { return scene_.step_.rows * scene_.shape_.config.query_heads; }
+  std::int64_t back() const { return setup_.back.empty() ? 0 : setup_.back[index(row_)]; }
   std::int64_t pair() const { return row_ * setup_.kv_heads + kv_; }
   std::int64_t first_head() const { return pair() * setup_.group; }
 
@@ -410,11 +414,13 @@ class Scene::Comparison {
                  index(scene_.query_at(row_, kv_ * setup_.group)) * size_bytes(setup_.query_type);
     step.query_type = setup_.query_type;
     step.query_stride = scene_.query_at(0, 1);
+    step.back = back();
     step.output = expected_.data();
     step.lse = expected_lse_.data();
     step.query_reports = expected_reports_.data();
     step.kv_report = &kv_report_;
-    cpu::run_step(cpu::scalar_kernels(), scene_.shape_, setup_.fetch, store, cpu_, step);
+    cpu::run_step(cpu::scalar_kernels(), scene_.shape_, setup_.fetch, store, cpu_,
+                  std::span(&step, 1));
   }
 
   void compare_states(const cpu::HeadStore& store) {
@@ -453,9 +459,9 @@ class Scene::Comparison {
   }
 
   void compare_window(cpu::HeadStore& store, const HeadView& view) {
-    const std::int64_t window = store.tokens() - store.compressed();
+    const std::int64_t window = store.tokens() - back() - store.compressed();
     const float* want = store.window_scores().given_by(window);
-    const std::int64_t given_row = view.tokens - 1 - view.first_scored;
+    const std::int64_t given_row = view.tokens - back() - 1 - view.first_scored;
     const bool scores = view.given != nullptr && window > 0 && given_row >= 0;
     require_same("whether a query scores", scores, want != nullptr);
     if (!scores || want == nullptr) return;

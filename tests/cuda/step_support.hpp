@@ -41,6 +41,7 @@ struct Setup {
   };
   std::vector<Length> lengths{{700, 650}};
   std::vector<int> slots{0};   // of the rows; -1 is padding
+  std::vector<int> back;       // newest tokens that rows do not see; none: 0 of all
   std::int64_t query_gap = 0;  // elements between the rows of queries
   double query_size = 1;       // standard deviation of the query's coordinates
   double key_size = 1;

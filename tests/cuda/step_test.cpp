@@ -400,6 +400,16 @@ TEST_CASE("A ragged batch with padding, an empty cache and one that is not compr
   require_equal(setup);
 }
 
+TEST_CASE("Rows that do not see the newest tokens") {
+  cpu_device::reset_device();
+  Setup setup = small(500);
+  setup.kv_heads = 2;
+  setup.lengths = {{560, 512}, {40, 17}, {5, 0}};
+  setup.slots = {0, 0, 0, -1, 1, 1, 2, 2};
+  setup.back = {3, 1, 0, 0, 22, 0, 4, 1};
+  require_equal(setup);
+}
+
 TEST_CASE("Extreme logits") {
   cpu_device::reset_device();
   Setup setup = small(600);

@@ -351,10 +351,11 @@ TEST_CASE("Bad batches are refused and change nothing") {
   bad = good;
   bad.kv_reports = std::span(kv_reports).first(3);
   refused(bad, 0, {"3", "2"});
-  const std::vector<SequenceId> twice = {victim.a, victim.a};
+  std::vector<RowStatus> status(3);
   bad = good;
-  bad.sequences = twice;
-  refused(bad, 0, {"sequence " + std::to_string(victim.a.value), "twice"});
+  bad.row_status = status;
+  refused(bad, 0, {"3", "2 rows"});
+  bad = good;
   const std::vector<SequenceId> unknown = {victim.a, SequenceId{99}};
   bad.sequences = unknown;
   refused(bad, 0, {"99"});

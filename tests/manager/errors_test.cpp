@@ -84,6 +84,7 @@ TEST_CASE("Misuse has a code and a place") {
   bad_score.data[size(80 + 7)] = -1;
   const Block narrow = random_block(random, 3, 2, 63, 1);
   const Block prompt = random_block(random, 4, 6, 64, 1);
+  const Block three = random_block(random, 3, 6, 64, 1);
   const Block bad_prompt = spoilt(prompt, 3, 5, kInfinity);
 
   struct Case {
@@ -129,7 +130,7 @@ TEST_CASE("Misuse has a code and a place") {
       {"truncate: tokens", [&] { cache.truncate(a, 81); }, ErrorCode::shape, {}},
       {"attend: sequence", step(0, {b, stranger}, queries), ErrorCode::unknown_sequence, {0, 1}},
       {"attend: layer", step(-7, {b, a}, queries), ErrorCode::unknown_layer, {-7}},
-      {"attend: twice", step(2, {b, b}, queries), ErrorCode::repeated, {2, 1}},
+      {"attend: torn", step(2, {b, a, b}, three), ErrorCode::repeated, {2, 2}},
       {"attend: rows", step(2, {b}, queries), ErrorCode::shape, {2}},
       {"attend: query", step(2, {b, a}, spoilt(queries, 1, 4, kNaN)), ErrorCode::number, {2, 1, 4}},
       {"compress: layers", compress({scores, scores}), ErrorCode::shape, {}},

@@ -175,10 +175,10 @@ TEST_CASE("Running out of memory changes nothing", "[cpu]") {
     const Block values = random_block(random, 100, 2, 48, 1);
     const Scores scores = random_scores(random, 2, 80, ScoreKind::random);
     const std::vector<ImportanceView> views = {scores.view(), {}, scores.view()};
-    // Rows for which there has never been a sequence: their reports need room.
-    const std::vector<SequenceId> nobody(9, kNoSequence);
-    const Block queries = random_block(random, 9, 6, 64, 1);
-    std::vector<float> output(size(9 * 6 * 48));
+    // More rows than sequences have made room for: their reports need it.
+    const std::vector<SequenceId> nobody(50, kNoSequence);
+    const Block queries = random_block(random, 50, 6, 64, 1);
+    std::vector<float> output(size(50 * 6 * 48));
     AttendBatch padding;
     padding.sequences = nobody;
     padding.queries = queries.view();

@@ -146,7 +146,8 @@ class Mirror {
   }
 
   // Compressed tokens by place: where two are worth the same, the plan takes the first.
-  reference::HeadCase head_case(std::int64_t layer, std::int64_t h) const {
+  // back: newest tokens that are left out.
+  reference::HeadCase head_case(std::int64_t layer, std::int64_t h, std::size_t back = 0) const {
     const MirrorHead& m = head(layer, h);
     reference::HeadCase result;
     result.layer = config_.layers[size(layer)];
@@ -164,31 +165,33 @@ class Mirror {
         result.resident.push_back(m.resident[position]);
       }
     }
-    for (std::size_t position = m.odds.size(); position < m.key.size(); ++position) take(position);
+    for (std::size_t position = m.odds.size(); position < m.key.size() - back; ++position)
+      take(position);
     result.mean = m.mean;
     result.basis = &m.basis;
     result.storage = config_.storage;
     return result;
   }
 
-  // Query row `row` of `queries`; adds to the scores of the local window as the manager does. The
+  // Query row `row` of `queries`, of the last token but `back`; adds to the scores of the local window as the manager does. The
   // scores do not depend on the plan, so a caller that only needs them saves the time of planning.
   std::vector<reference::StepAnswer> attend(std::int64_t layer, const Block& queries,
-                                            std::int64_t row, bool plan = true) {
+                                            std::int64_t row, bool plan = true,
+                                            std::size_t back = 0) {
     const LayerConfig& shape = config_.layers[size(layer)];
     const std::int64_t group = shape.query_heads / shape.kv_heads;
     std::vector<reference::StepAnswer> answers;
     for (std::int64_t h = 0; h < shape.kv_heads; ++h) {
       std::vector<std::vector<float>> own;
       for (std::int64_t g = 0; g < group; ++g) own.push_back(queries.row(row, h * group + g));
-      reference::HeadCase head = head_case(layer, h);
+      reference::HeadCase head = head_case(layer, h, back);
       if (!plan) head.fetch.mode = FetchMode::never;
       answers.push_back(reference::step(head, own));
       MirrorHead& m = layers_[size(layer)][size(h)];
-      const std::size_t own_position = m.key.size() - 1;
+      const std::size_t own_position = m.key.size() - 1 - back;
       if (own_position < first_scored_[size(layer)]) continue;
       Vector& squares = m.given[own_position];
-      squares.assign(m.window_square.size(), 0);
+      squares.assign(m.window_square.size() - back, 0);
       for (std::size_t i = 0; i < squares.size(); ++i) {
         for (const auto& query : answers.back().query)
           squares[i] += query.window_probability[i] * query.window_probability[i];

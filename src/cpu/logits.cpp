@@ -1,0 +1,119 @@
+#include "cpu/logits.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+
+namespace verkv::cpu {
+namespace {
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+// The queries times the attention scale, zero-padded.
+void load_queries(HeadGroup& group, std::span<const StepArguments> rows) {
+  const std::int64_t dim = group.shape.config.key_dim;
+  for (int h = 0; h < group.heads; ++h) {
+    const StepArguments& row = rows[at(h / group.shape.group)];
+    const Rows heads{row.query, row.query_type, row.query_stride, static_cast<int>(dim)};
+    float* q = group.query(h);
+    std::fill(q, q + group.query_stride, 0.0f);
+    for (std::int64_t j = 0; j < dim; ++j)
+      q[j] = group.shape.scale * load_element(heads, h % group.shape.group, j);
+  }
+}
+
+void resident_logits(HeadGroup& group) {
+  group.in_parts([&](int first, int heads) {
+    group.kernels.dot_rows(group.store.resident_keys(group.shape), nullptr, group.residents,
+                           group.query(first), heads, group.query_stride,
+                           group.resident_logit(first), group.resident_stride);
+  });
+  const std::span<const std::uint32_t> place = group.store.resident_places();
+  for (std::int64_t i = 0; i < group.drawn; ++i)
+    group.workspace.slot_odds[at(i)] = group.odds(place[at(i)]);
+  for (int h = 0; h < group.heads; ++h) group.cap_softly(group.resident_logit(h), group.residents);
+}
+
+void find_largest_low(HeadGroup& group, int h) {
+  float& largest = group.state(h).shift;
+  for (std::int64_t i = 0; i < group.compressed; ++i) {
+    if (group.is_low(i)) largest = std::max(largest, group.weight(h)[i]);
+  }
+}
+
+void logits_of_full_keys(HeadGroup& group) {
+  group.in_parts([&](int first, int heads) {
+    group.kernels.dot_rows(group.store.host_keys(group.shape), group.store.order().position.data(),
+                           group.compressed, group.query(first), heads, group.query_stride,
+                           group.weight(first), group.weight_stride);
+  });
+  for (int h = 0; h < group.heads; ++h) {
+    group.cap_softly(group.weight(h), group.compressed);
+    find_largest_low(group, h);
+  }
+}
+
+HeadConstants encode_head(HeadGroup& group, int h) {
+  const std::span<const float> mean = group.store.channel_means();
+  double share = 0;
+  for (std::size_t j = 0; j < mean.size(); ++j)
+    share += static_cast<double>(group.query(h)[j]) * static_cast<double>(mean[j]);
+  const SketchQuery encoded = encode_query(
+      std::span<const float>(group.basis_query(h), at(group.store.sketch(group.shape).dim)),
+      std::span<std::int8_t>(group.code_query(h), at(group.code_stride)));
+  return {.query_sum = encoded.sum,
+          .factor = encoded.scale * group.store.basis().unit,
+          .shift = static_cast<float>(share)};
+}
+
+void logits_of_codes(HeadGroup& group, int first, int heads) {
+  const HeadStore& store = group.store;
+  const SketchBasis& basis = store.basis();
+  const std::int64_t dim = group.shape.config.key_dim;
+  std::array<HeadConstants, kMaxHeads> constants;
+  std::array<float, kMaxHeads> largest{};
+  group.kernels.dot_rows({basis.query.data(), DType::f16, dim, static_cast<int>(dim)}, nullptr,
+                         basis.shape.dim, group.query(first), heads, group.query_stride,
+                         group.basis_query(first), group.query_stride);
+  for (int h = 0; h < heads; ++h) constants[at(h)] = encode_head(group, first + h);
+  group.kernels.sketch_logits(store.sketch(group.shape), store.codes(), store.scales(),
+                              store.odds(), group.compressed, group.code_query(first), heads,
+                              group.code_stride, constants.data(), group.weight(first),
+                              group.weight_stride, largest.data());
+  for (int h = 0; h < heads; ++h) {
+    if (group.shape.soft_cap > 0) {
+      group.cap_softly(group.weight(first + h), group.compressed);
+      find_largest_low(group, first + h);
+    } else {
+      group.state(first + h).shift = largest[at(h)];
+    }
+  }
+}
+
+}  // namespace
+
+void compute_logits(HeadGroup& group, std::span<const StepArguments> rows) {
+  load_queries(group, rows);
+  resident_logits(group);
+  for (int h = 0; h < group.heads; ++h) group.state(h).shift = -kInfinity;
+  if (group.compressed == 0) return;
+  switch (group.shape.sketch.kind) {
+    case SketchKind::exact:
+      logits_of_full_keys(group);
+      break;
+    case SketchKind::calibrated:
+      group.in_parts([&](int first, int heads) { logits_of_codes(group, first, heads); });
+      break;
+  }
+}
+
+// The shift may use every logit that does not depend on the draw.
+void find_shifts(HeadGroup& group) {
+  for (int h = 0; h < group.heads; ++h) {
+    float top = -kInfinity;
+    group.for_high([&](std::int64_t i) { top = std::max(top, group.resident_logit(h)[i]); });
+    group.state(h).shift = std::max(top, group.state(h).shift);
+  }
+}
+
+}  // namespace verkv::cpu
