@@ -67,10 +67,11 @@ void weighted_rows(benchmark::State& state, const cpu::Kernels* kernels, const S
 void weights(benchmark::State& state, const cpu::Kernels* kernels, const StageData* data) {
   // In place, so the logits of the next iteration are weights; they are as good as any numbers.
   cpu::AlignedVector<float> w = data->logit;
-  double sum[cpu::kMaxHeads];
   for (auto _ : state) {
+    double sum[cpu::kMaxHeads] = {};
     kernels->weights(w.data(), data->tokens, data->odds.data(), data->tokens, data->heads,
                      data->shift.data(), sum);
+    benchmark::DoNotOptimize(sum);
     benchmark::ClobberMemory();
   }
   count_tokens(state, data->tokens, data->heads * 4.0 + 2);

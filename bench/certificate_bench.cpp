@@ -22,9 +22,9 @@ void terms(benchmark::State& state, const StageData* data) {
 }
 
 void tail_sums(benchmark::State& state, const cpu::Kernels* kernels, const StageData* data) {
-  double variance[cpu::kMaxHeads];
-  float jump[cpu::kMaxHeads];
   for (auto _ : state) {
+    double variance[cpu::kMaxHeads] = {};
+    float jump[cpu::kMaxHeads] = {};
     kernels->tail_sums(data->weight.data(), data->tokens, data->odds.data(), data->tokens,
                        data->heads, data->beta.data(), variance, jump);
     benchmark::DoNotOptimize(variance);

@@ -47,7 +47,6 @@ class DenseAttention {
       std::fill(out, out + heads * head.values.dim, 0.0f);
       std::array<float, kMost> shift;
       std::array<double, kMost> sum{};
-      std::array<double, kMost> block_sum{};
       shift.fill(-std::numeric_limits<float>::infinity());
       for (std::int64_t begin = 0; begin < head.tokens; begin += kBlock) {
         const std::int64_t count = std::min(kBlock, head.tokens - begin);
@@ -64,8 +63,7 @@ class DenseAttention {
           shift[at(h)] = top;
         }
         kernels_.weights(logit_.data(), kBlock, no_odds_.data(), count, heads, shift.data(),
-                         block_sum.data());
-        for (int h = 0; h < heads; ++h) sum[at(h)] += block_sum[at(h)];
+                         sum.data());
         kernels_.weighted_rows(values, nullptr, count, logit_.data(), heads, kBlock, out,
                                head.values.dim);
       }

@@ -36,7 +36,8 @@ void search(benchmark::State& state, const cpu::Kernels* kernels, const StageDat
   std::vector<std::uint32_t> position(room);
   for (auto _ : state) {
     cpu::PlanArrays plan{weight.data(), odds.data(), worth.data(), position.data(), 0};
-    kernels->plan_start(data->weight.data(), data->odds.data(), data->tokens, data->beta[0], plan);
+    kernels->plan_start(data->weight.data(), data->odds.data(), 0, data->tokens, data->beta[0],
+                        plan);
     benchmark::DoNotOptimize(cpu::search_fetch_threshold(
         *kernels, plan, data->beta[0], data->denominator[0], log_two_over(0.1), target));
   }
@@ -51,7 +52,7 @@ void select_tokens(benchmark::State& state, const cpu::Kernels* kernels, const S
   std::int64_t found = 0;
   for (auto _ : state) {
     std::int64_t planned[cpu::kMaxHeads] = {};
-    found = kernels->select_tokens(data->weight.data(), data->tokens, data->odds.data(),
+    found = kernels->select_tokens(data->weight.data(), data->tokens, data->odds.data(), 0,
                                    data->tokens, data->heads, data->beta.data(), price.data(),
                                    none.data(), out.data(), planned);
     benchmark::DoNotOptimize(planned);

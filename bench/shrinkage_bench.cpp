@@ -23,9 +23,9 @@ void newton(benchmark::State& state, const StageData* data) {
 }
 
 void beta_sums(benchmark::State& state, const cpu::Kernels* kernels, const StageData* data) {
-  double weight[cpu::kMaxHeads];
-  double odds[cpu::kMaxHeads];
   for (auto _ : state) {
+    double weight[cpu::kMaxHeads] = {};
+    double odds[cpu::kMaxHeads] = {};
     kernels->beta_sums(data->weight.data(), data->tokens, data->odds.data(), data->tokens,
                        data->heads, data->beta.data(), weight, odds);
     benchmark::DoNotOptimize(weight);

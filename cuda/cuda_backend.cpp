@@ -1,3 +1,4 @@
+// Long because every call of a backend is here; what they do is in other files.
 #include "cuda_backend.hpp"
 
 #include <cuda_runtime_api.h>
@@ -68,24 +69,27 @@ class CudaBackend final : public Backend {
 
   void create(SequenceId id, std::uint64_t draw) override {
     const CurrentDevice current(options_.device);
-    auto sequence = std::make_unique<Sequence>();
-    sequence->draw = draw;
-    sequence->layers.resize(layers_.size());
-    sequence->compressed_before.resize(layers_.size(), false);
+    auto sequence = make_sequence(draw);
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       if (!layers_[i].config.cached) continue;
       sequence->layers[i] = std::make_unique<LayerStore>(layers_[i].view, options_.require_pinned);
+      sequence->layers[i]->write_table(entries(i, *sequence), stream_);
     }
-    sequence->slot = tables_.find_free(stream_);
-    buffers_.reserve_rows(
-        std::max(options_.rows.value_or(0), static_cast<std::int64_t>(sequences_.size()) + 1),
-        stream_);
+    take(id, std::move(sequence));
+  }
+
+  // Copies everything: rows, sketch and host tier. Waits for the stream.
+  void fork(SequenceId from, SequenceId to) override {
+    const CurrentDevice current(options_.device);
+    check_numbers();
+    const Sequence& parent = find(from);
+    auto sequence = make_sequence(parent.draw);
+    sequence->compressed_before = parent.compressed_before;
     for (std::size_t i = 0; i < layers_.size(); ++i) {
-      if (sequence->layers[i]) sequence->layers[i]->write_table(entries(i, *sequence), stream_);
+      const LayerStore* store = parent.layers[i].get();
+      if (store != nullptr) sequence->layers[i] = store->copy(entries(i, *sequence), stream_);
     }
-    const std::int64_t slot = sequence->slot;
-    sequences_.emplace(id.value, std::move(sequence));
-    tables_.take(slot);
+    take(to, std::move(sequence));
   }
 
   void release(SequenceId id) noexcept override {
@@ -272,6 +276,24 @@ class CudaBackend final : public Backend {
 
   HeadView* entries(std::size_t layer, const Sequence& sequence) const {
     return tables_.entries(layer, sequence.slot);
+  }
+
+  // Without stores, with a slot that is free until it is taken, and room for steps with it.
+  std::unique_ptr<Sequence> make_sequence(std::uint64_t draw) {
+    auto sequence = std::make_unique<Sequence>();
+    sequence->draw = draw;
+    sequence->layers.resize(layers_.size());
+    sequence->compressed_before.resize(layers_.size(), false);
+    sequence->slot = tables_.find_free(stream_);
+    const std::int64_t rows = static_cast<std::int64_t>(sequences_.size()) + 1;
+    buffers_.reserve_rows(std::max(options_.rows.value_or(0), rows), stream_);
+    return sequence;
+  }
+
+  void take(SequenceId id, std::unique_ptr<Sequence> sequence) {
+    const std::int64_t slot = sequence->slot;
+    sequences_.emplace(id.value, std::move(sequence));
+    tables_.take(slot);
   }
 
   std::int64_t spare() const {

@@ -19,6 +19,71 @@ LayerStore::LayerStore(const LayerView& layer, bool require_pinned)
       resident_capacity_(size(layer.kv_heads), std::int64_t{0}),
       orders_(size(layer.kv_heads)) {}
 
+namespace {
+
+template <class T>
+DeviceBuffer<T> copy_of(const DeviceBuffer<T>& from, cudaStream_t stream) {
+  DeviceBuffer<T> to(from.size(), "a fork");
+  if (from.size() > 0) {
+    VERKV_CUDA_CHECK(cudaMemcpyAsync(to.data(), from.data(), size(from.bytes()),
+                                     cudaMemcpyDeviceToDevice, stream));
+  }
+  return to;
+}
+
+// The address in a copy of a buffer of what `address` is in the buffer.
+template <class P, class T>
+void move_address(P*& address, const DeviceBuffer<T>& from, const DeviceBuffer<T>& to) {
+  if (from.size() > 0 && address != nullptr) address = to.data() + (address - from.data());
+}
+
+}  // namespace
+
+std::unique_ptr<LayerStore> LayerStore::copy(HeadView* table, cudaStream_t stream) const {
+  auto result = std::make_unique<LayerStore>(*layer_, require_pinned_);
+  LayerStore& to = *result;
+  to.views_ = views_;
+  to.host_capacity_ = host_capacity_;
+  to.resident_capacity_ = resident_capacity_;
+  to.window_capacity_ = window_capacity_;
+  to.given_rows_ = given_rows_;
+  to.room_ = room_;
+  to.sketch_capacity_ = sketch_capacity_;
+  to.bases_ = bases_;
+  to.orders_ = orders_;
+  to.resident_keys_ = copy_of(resident_keys_, stream);
+  to.resident_values_ = copy_of(resident_values_, stream);
+  to.resident_place_ = copy_of(resident_place_, stream);
+  to.window_square_ = copy_of(window_square_, stream);
+  to.window_steps_ = copy_of(window_steps_, stream);
+  to.given_ = copy_of(given_, stream);
+  to.has_given_ = copy_of(has_given_, stream);
+  to.codes_ = copy_of(codes_, stream);
+  to.scales_ = copy_of(scales_, stream);
+  to.odds_ = copy_of(odds_, stream);
+  to.channel_means_ = copy_of(channel_means_, stream);
+  to.centroids_ = copy_of(centroids_, stream);
+  to.spreads_ = copy_of(spreads_, stream);
+  to.basis_query_ = copy_of(basis_query_, stream);
+  to.host_ = HostBuffer(host_.bytes(), "the host tier of a fork", require_pinned_);
+  // The host copies, so what kernels have still to write there must have come.
+  VERKV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  if (host_.bytes() > 0) std::memcpy(to.host_.data(), host_.data(), size(host_.bytes()));
+  to.set_views();
+  for (HeadView& view : to.views_) {
+    move_address(view.resident_keys, resident_keys_, to.resident_keys_);
+    move_address(view.resident_values, resident_values_, to.resident_values_);
+    move_address(view.resident_place, resident_place_, to.resident_place_);
+    move_address(view.window_square, window_square_, to.window_square_);
+    move_address(view.window_steps, window_steps_, to.window_steps_);
+    move_address(view.given, given_, to.given_);
+    move_address(view.has_given, has_given_, to.has_given_);
+    move_address(view.basis_query, basis_query_, to.basis_query_);
+  }
+  to.write_table(table, stream);
+  return result;
+}
+
 std::int64_t LayerStore::key_bytes() const {
   return layer_->key_dim * static_cast<std::int64_t>(size_bytes(layer_->storage));
 }

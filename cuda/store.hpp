@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -30,6 +31,10 @@ class LayerStore {
   // Makes an empty store of `layer`, which must outlive it, without allocating. require_pinned: the
   // host tier may not be pageable.
   explicit LayerStore(const LayerView& layer, bool require_pinned = false);
+
+  // A store that holds the same in memory of its own. `table`: the device's entries for it, which
+  // are written. Throws DeviceError if memory is short. Waits for the stream.
+  std::unique_ptr<LayerStore> copy(HeadView* table, cudaStream_t stream) const;
 
   std::int64_t tokens() const { return views_.front().tokens; }
   std::int64_t compressed() const { return views_.front().compressed; }

@@ -41,6 +41,8 @@ class Backend {
 
   virtual void create(SequenceId sequence, std::uint64_t draw) = 0;
   virtual void release(SequenceId sequence) noexcept = 0;
+  // Makes sequence `to`, which does not exist, continue as `from` would.
+  virtual void fork(SequenceId from, SequenceId to) = 0;
   virtual std::int64_t tokens(SequenceId sequence, std::int64_t layer) const = 0;
   virtual std::int64_t compressed_tokens(SequenceId sequence, std::int64_t layer) const = 0;
 
@@ -73,9 +75,14 @@ class Backend {
   virtual LayerStatistics statistics(std::int64_t layer) const = 0;
   virtual void reset_statistics() = 0;
 
-  // Of one cached layer of a sequence; workspace_bytes stays 0. Changes only in the calls above
-  // that are given the sequence.
+  // Of one cached layer of a sequence; workspace_bytes stays 0.
   virtual MemoryReport memory(SequenceId sequence, std::int64_t layer) const noexcept = 0;
+  // Likewise, without what other sequences hold too; as it stands: where they share nothing. The sum over all sequences and of what they
+  // share changes only in the calls above, by what this changes for the sequence that a call is
+  // given; by all of it for a sequence that fork makes or release frees.
+  virtual MemoryReport own_memory(SequenceId sequence, std::int64_t layer) const noexcept {
+    return memory(sequence, layer);
+  }
   virtual std::int64_t workspace_bytes() const = 0;
 };
 

@@ -391,7 +391,6 @@ Clusters make_clusters(const Rows& values, std::span<const std::uint32_t> positi
                        std::span<const Positive16> odds) {
   return with_element(values.type, [&](auto zero) {
     using Element = decltype(zero);
-    const Element* rows = static_cast<const Element*>(values.data);
     const std::size_t dim = static_cast<std::size_t>(values.dim);
     Clusters result;
     std::vector<double> mean(dim);
@@ -401,7 +400,7 @@ Clusters make_clusters(const Rows& values, std::span<const std::uint32_t> positi
       const auto for_low = [&](auto&& f) {
         for (std::size_t i = first; i < end; ++i) {
           if (odds[i].bits < kPositive16Infinity.bits)
-            f(rows + static_cast<std::int64_t>(position[i]) * values.stride);
+            f(row_of<Element>(values, static_cast<std::int64_t>(position[i])));
         }
       };
       double tokens = 0;

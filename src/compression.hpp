@@ -67,8 +67,8 @@ struct HeadCompression {
 };
 
 // What a store says of a head that is compressed: its rows on the host tier, from position 0; the
-// directions of its order, empty before its first compression; positions of the places that it has;
-// HeadOrder::open_odds.
+// directions of its order, null or empty before its first compression; HeadOrder::open_odds, and
+// the positions of their places, with or without those of the places before.
 struct HeadRows {
   Rows keys;
   Rows values;

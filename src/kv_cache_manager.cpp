@@ -93,7 +93,7 @@ struct KvCacheManager::Impl {
   }
 
   void book(SequenceId id, std::int64_t layer, std::int64_t sign) noexcept {
-    add(total, backend->memory(id, layer), sign);
+    add(total, backend->own_memory(id, layer), sign);
     promised.add(promise(id, layer), sign);
   }
 
@@ -259,14 +259,16 @@ struct KvCacheManager::Impl {
     return result;
   }
 
-  SequenceId create(std::uint64_t draw) {
+  // make(id): in the backend. reserved: Sequence::reserved.
+  template <class Make>
+  SequenceId add_sequence(std::vector<std::int64_t> reserved, Make&& make) {
     const SequenceId id{next_sequence};
     parts.reserve(sequences.size() + 1);
     Sequence sequence;
-    sequence.reserved.resize(config.layers.size());
+    sequence.reserved = std::move(reserved);
     sequences.emplace(id.value, std::move(sequence));
     try {
-      backend->create(id, draw);
+      make(id);
     } catch (...) {
       sequences.erase(id.value);
       throw;
@@ -274,6 +276,29 @@ struct KvCacheManager::Impl {
     all_layers(id)([this](SequenceId one, std::int64_t layer) { book(one, layer, 1); });
     ++next_sequence;
     return id;
+  }
+
+  SequenceId create(std::uint64_t draw) {
+    return add_sequence(std::vector<std::int64_t>(config.layers.size()),
+                        [&](SequenceId id) { backend->create(id, draw); });
+  }
+
+  SequenceId fork(SequenceId from) {
+    return add_sequence(find(from).reserved, [&](SequenceId id) {
+      backend->fork(from, id);
+      try {
+        Bytes copied;
+        all_layers(id)([&](SequenceId, std::int64_t layer) {
+          const MemoryReport own = backend->own_memory(id, layer);
+          copied.add({own.host_bytes, own.fast_bytes()});
+          copied.add(promise(id, layer));
+        });
+        check_limits(copied, {});
+      } catch (...) {
+        backend->release(id);
+        throw;
+      }
+    });
   }
 };
 
@@ -315,6 +340,12 @@ SequenceId KvCacheManager::create_sequence() {
 SequenceId KvCacheManager::create_sequence(std::uint64_t draw) {
   const std::lock_guard lock(impl_->mutex);
   return impl_->create(draw);
+}
+
+SequenceId KvCacheManager::fork(SequenceId sequence) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->find(sequence);
+  return impl_->fork(sequence);
 }
 
 void KvCacheManager::erase(SequenceId sequence) {
@@ -492,6 +523,7 @@ void KvCacheManager::step(std::int64_t layer_index, const TensorView& keys,
 MemoryReport KvCacheManager::memory() const {
   const std::lock_guard lock(impl_->mutex);
   MemoryReport report = impl_->total;
+  report.shared_bytes = 0;
   report.workspace_bytes = impl_->backend->workspace_bytes();
   return report;
 }

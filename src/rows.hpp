@@ -1,29 +1,79 @@
-// Strided rows of keys or values: what kernels, stores and calibration read.
+// Rows of keys or values, contiguous or in pages: what kernels, stores and calibration read.
 #ifndef VERKV_SRC_ROWS_HPP
 #define VERKV_SRC_ROWS_HPP
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 
 #include <verkv/types.hpp>
 
 namespace verkv {
 
+// Rows of a page.
+inline constexpr int kPageShift = 6;
+inline constexpr std::int64_t kPageRows = std::int64_t{1} << kPageShift;
+
 // Row i starts at element i * stride of `data` and has `dim` elements.
+// In pages: row i is row (first + i) % kPageRows of page (first + i) / kPageRows, and starts
+// `offset` elements after the start of that row; `data` is not used.
 struct Rows {
   const void* data = nullptr;
   DType type = DType::f16;
   std::int64_t stride = 0;
   int dim = 0;
+  const std::byte* const* pages = nullptr;  // null: contiguous
+  std::int64_t first = 0;
+  std::int64_t offset = 0;
 };
+
+// Addresses of rows of T: one type for each way in which rows lie, so that a loop over rows has no
+// branch for it.
+template <class T>
+struct ContiguousRows {
+  const T* data;
+  std::int64_t stride;
+  const T* operator()(std::int64_t i) const { return data + i * stride; }
+  // Rows from i on that lie a stride apart.
+  std::int64_t together(std::int64_t) const { return std::numeric_limits<std::int64_t>::max(); }
+};
+template <class T>
+struct PagedRowsOf {
+  const std::byte* const* pages;
+  std::int64_t stride;
+  std::int64_t first;
+  std::int64_t offset;
+  const T* operator()(std::int64_t i) const {
+    const std::int64_t at = first + i;
+    return reinterpret_cast<const T*>(pages[at >> kPageShift]) + (at & (kPageRows - 1)) * stride +
+           offset;
+  }
+  std::int64_t together(std::int64_t i) const {
+    return kPageRows - ((first + i) & (kPageRows - 1));
+  }
+};
+
+template <class T>
+ContiguousRows<T> contiguous(const Rows& rows) {
+  return {static_cast<const T*>(rows.data), rows.stride};
+}
+template <class T>
+PagedRowsOf<T> paged(const Rows& rows) {
+  return {rows.pages, rows.stride, rows.first, rows.offset};
+}
+
+// Address of a row, for what reads few of them.
+template <class T>
+const T* row_of(const Rows& rows, std::int64_t row) {
+  return rows.pages != nullptr ? paged<T>(rows)(row) : contiguous<T>(rows)(row);
+}
 
 // Coordinate j of a row.
 inline float load_element(const Rows& rows, std::int64_t row, std::int64_t j) {
-  const std::int64_t at = row * rows.stride + j;
   return with_element(rows.type, [&](auto zero) {
     using Element = decltype(zero);
-    return to_float(static_cast<const Element*>(rows.data)[at]);
+    return to_float(row_of<Element>(rows, row)[j]);
   });
 }
 

@@ -20,7 +20,7 @@ void project(const Rows& rows, std::int64_t row, std::span<const float> directio
   const std::size_t count = directions.size() / dim;
   with_element(rows.type, [&](auto zero) {
     using Element = decltype(zero);
-    const Element* x = static_cast<const Element*>(rows.data) + row * rows.stride;
+    const Element* x = row_of<Element>(rows, row);
     double sum[kAxes] = {};
     for (std::size_t j = 0; j < dim; ++j) {
       const double y = static_cast<double>(to_float(x[j]));

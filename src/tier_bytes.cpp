@@ -18,6 +18,7 @@ void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign) {
   to.workspace_bytes += sign * one.workspace_bytes;
   to.reserved_bytes += sign * one.reserved_bytes;
   to.pageable_bytes += sign * one.pageable_bytes;
+  to.shared_bytes += sign * one.shared_bytes;
 }
 
 void check_tiers(const CacheConfig& config, const TierBytes& held, const TierBytes& kept,

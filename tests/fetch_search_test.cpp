@@ -102,7 +102,7 @@ void check(const Kernels& kernels, const Plan& plan, double delta, double epsilo
   std::vector<float> weight(room), odds(room), worth(room);
   std::vector<std::uint32_t> position(room);
   PlanArrays arrays{weight.data(), odds.data(), worth.data(), position.data(), 0};
-  kernels.plan_start(plan.weight.data(), plan.odds.data(), plan.count, beta, arrays);
+  kernels.plan_start(plan.weight.data(), plan.odds.data(), 0, plan.count, beta, arrays);
   Vector w, r, worths;
   std::vector<std::uint32_t> place;
   for (std::int64_t i = 0; i < arrays.count; ++i) {
@@ -229,7 +229,7 @@ TEST_CASE("Vector kernels give the same threshold") {
         std::vector<float> weight(room), odds(room), worth(room);
         std::vector<std::uint32_t> position(room);
         PlanArrays arrays{weight.data(), odds.data(), worth.data(), position.data(), 0};
-        k->plan_start(plan.weight.data(), plan.odds.data(), plan.count, beta, arrays);
+        k->plan_start(plan.weight.data(), plan.odds.data(), 0, plan.count, beta, arrays);
         found.push_back(
             search_fetch_threshold(*k, arrays, beta, plan.denominator, log_term, epsilon));
       }

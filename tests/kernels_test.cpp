@@ -227,6 +227,38 @@ RowData random_rows(Random& random, DType type, std::int64_t count, int dim, std
   return data;
 }
 
+// The same rows in pages whose order in memory says nothing of theirs: row i is row i + first of
+// the pages, `offset` elements into its space there. Every page ends where its last row ends.
+class PagedCopy {
+ public:
+  PagedCopy(const RowData& data, std::int64_t count, std::int64_t first, std::int64_t offset) {
+    const std::int64_t element = static_cast<std::int64_t>(verkv::size_bytes(data.rows.type));
+    const std::int64_t stride = data.rows.stride + offset;
+    for (std::int64_t begin = 0; begin < first + count; begin += verkv::kPageRows) {
+      const std::int64_t here = std::min(verkv::kPageRows, first + count - begin);
+      pages_.emplace_back(size(((here - 1) * stride + offset + data.rows.dim) * element));
+      for (std::int64_t r = 0; r < here; ++r) {
+        const std::int64_t row = begin + r - first;
+        if (row < 0) continue;
+        std::memcpy(
+            pages_.back().data() + (r * stride + offset) * element,
+            static_cast<const std::byte*>(data.rows.data) + row * data.rows.stride * element,
+            size(data.rows.dim * element));
+      }
+    }
+    for (const std::vector<std::byte>& page : pages_) addresses_.push_back(page.data());
+    rows = {nullptr, data.rows.type, stride, data.rows.dim, addresses_.data(), first, offset};
+  }
+  PagedCopy(const PagedCopy&) = delete;
+  PagedCopy& operator=(const PagedCopy&) = delete;
+
+  Rows rows;
+
+ private:
+  std::vector<std::vector<std::byte>> pages_;
+  std::vector<const std::byte*> addresses_;
+};
+
 // ---- Dispatch ----------------------------------------------------------------------------------
 
 TEST_CASE("the vector kernels are those of this machine", "[kernels]") {
@@ -282,20 +314,28 @@ void check_rows(DType type, std::int64_t count, int dim, int heads, bool indexed
   std::vector<float> start_sums(size(heads * out_stride));
   for (float& x : start_sums) x = static_cast<float>(random.uniform(-1, 1));
 
+  const PagedCopy in_pages(data, stored, static_cast<std::int64_t>(random.below(70)),
+                           indexed ? dim : 0);
+  const Rows* rows = &data.rows;
   const auto run = [&](const Kernels& kernels, std::vector<float>& dots, std::vector<float>& sums) {
     dots = start_dots;
     sums = start_sums;
-    kernels.dot_rows(data.rows, list, count, q.data(), heads, q_stride, dots.data(), stride);
-    kernels.weighted_rows(data.rows, list, count, c.data(), heads, stride, sums.data(), out_stride);
+    kernels.dot_rows(*rows, list, count, q.data(), heads, q_stride, dots.data(), stride);
+    kernels.weighted_rows(*rows, list, count, c.data(), heads, stride, sums.data(), out_stride);
   };
   std::vector<float> expected_dots, expected_sums;
   run(verkv::cpu::scalar_kernels(), expected_dots, expected_sums);
-  for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
-    INFO(kernels->name);
-    std::vector<float> dots, sums;
-    run(*kernels, dots, sums);
-    check_same("dot_rows", expected_dots, dots);
-    check_same("weighted_rows", expected_sums, sums);
+  std::vector<const Kernels*> all = verkv::cpu::all_vector_kernels();
+  all.push_back(&verkv::cpu::scalar_kernels());
+  for (const Rows* lie : {&data.rows, &in_pages.rows}) {
+    rows = lie;
+    for (const Kernels* kernels : all) {
+      INFO(kernels->name << (lie == &data.rows ? "" : ", in pages"));
+      std::vector<float> dots, sums;
+      run(*kernels, dots, sums);
+      check_same("dot_rows", expected_dots, dots);
+      check_same("weighted_rows", expected_sums, sums);
+    }
   }
 }
 
@@ -528,7 +568,7 @@ TEST_CASE("weights: vectors give the bits of the scalar kernel", "[kernels]") {
         const auto run = [&](const Kernels& kernels, std::vector<float>& w,
                              std::vector<double>& sum) {
           w = start;
-          sum.assign(size(heads), -1.0);
+          sum.assign(size(heads), 0.0);
           kernels.weights(w.data(), stride, odds.data(), count, heads, shift.data(), sum.data());
         };
         std::vector<float> expected;
@@ -699,9 +739,8 @@ TEST_CASE("sums over tokens: vectors give the bits of the scalar kernels", "[ker
                          expected_variance.data(), expected_jump.data());
         for (const Kernels* kernels : verkv::cpu::all_vector_kernels()) {
           INFO(kernels->name);
-          std::vector<double> weight(size(heads), -1.0), rho(size(heads), -1.0),
-              variance(size(heads), -1.0);
-          std::vector<float> jump(size(heads), -1.0f);
+          std::vector<double> weight(size(heads)), rho(size(heads)), variance(size(heads));
+          std::vector<float> jump(size(heads));
           kernels->beta_sums(w.data(), stride, odds.data(), count, heads, beta.data(),
                              weight.data(), rho.data());
           kernels->tail_sums(w.data(), stride, odds.data(), count, heads, beta.data(),
@@ -750,7 +789,7 @@ TEST_CASE("select_tokens: vectors choose the tokens of the scalar kernel", "[ker
           out.assign(size(count + 16), 0xffffffffu);
           planned.assign(size(heads), 1000);
           const std::int64_t found = kernels.select_tokens(
-              w.data(), stride, odds.data(), count, heads, beta.data(), worth_threshold.data(),
+              w.data(), stride, odds.data(), 3, count, heads, beta.data(), worth_threshold.data(),
               weight_threshold.data(), out.data(), planned.data());
           REQUIRE(found <= count);
           out.resize(size(found));
@@ -766,6 +805,91 @@ TEST_CASE("select_tokens: vectors choose the tokens of the scalar kernel", "[ker
           check_same("tokens", expected, out);
           check_same("planned", expected_planned, planned);
         }
+      }
+    }
+  }
+}
+
+TEST_CASE("a sketch in pieces gives the bits of one call", "[kernels]") {
+  std::vector<const Kernels*> all = verkv::cpu::all_vector_kernels();
+  all.push_back(&verkv::cpu::scalar_kernels());
+  const std::int64_t count = 5 * verkv::kBlockTokens + 133;
+  for (const int heads : {1, 3, 8}) {
+    Random random(static_cast<std::uint32_t>(heads));
+    const std::vector<Positive16> odds = random_odds(random, count);
+    const std::int64_t stride = count + 3;
+    const std::vector<float> start = random_weights(random, odds, count, heads, stride, false);
+    const std::vector<float> beta = random_betas(random, heads);
+    const std::vector<float> shift(size(heads), 1.5f);
+    const std::vector<float> worth(size(heads), 1e-3f), weight(size(heads), kInfinity);
+    // Where pieces end, in blocks.
+    const std::vector<std::vector<std::int64_t>> cuts = {
+        {6}, {1, 6}, {2, 3, 6}, {1, 2, 3, 4, 5, 6}};
+    for (const Kernels* kernels : all) {
+      INFO(kernels->name << ", heads " << heads);
+      struct Result {
+        std::vector<float> w, jump;
+        std::vector<double> sum, beta_weight, beta_odds, variance;
+        std::vector<std::uint32_t> selected, planned_place;
+        std::vector<std::int64_t> planned;
+        std::vector<float> planned_worth;
+      };
+      const auto run = [&](const std::vector<std::int64_t>& ends) {
+        Result r;
+        r.w = start;
+        for (auto* sums : {&r.sum, &r.beta_weight, &r.beta_odds, &r.variance})
+          sums->assign(size(heads), 0.0);
+        r.jump.assign(size(heads), 0.0f);
+        r.selected.resize(size(count + 16));
+        r.planned.assign(size(heads), 0);
+        const auto each_piece = [&](auto&& f) {
+          std::int64_t at = 0;
+          for (const std::int64_t end : ends) {
+            const std::int64_t next = std::min(count, end * verkv::kBlockTokens);
+            f(at, next - at);
+            at = next;
+          }
+        };
+        std::int64_t found = 0;
+        each_piece([&](std::int64_t at, std::int64_t n) {
+          kernels->beta_sums(start.data() + at, stride, odds.data() + at, n, heads, beta.data(),
+                             r.beta_weight.data(), r.beta_odds.data());
+          kernels->tail_sums(start.data() + at, stride, odds.data() + at, n, heads, beta.data(),
+                             r.variance.data(), r.jump.data());
+          found += kernels->select_tokens(start.data() + at, stride, odds.data() + at, at, n, heads,
+                                          beta.data(), worth.data(), weight.data(),
+                                          r.selected.data() + found, r.planned.data());
+        });
+        r.selected.resize(size(found));
+        std::vector<float> w(size(count + 16)), rho(w), gain(w);
+        std::vector<std::uint32_t> place(w.size());
+        PlanArrays plan{w.data(), rho.data(), gain.data(), place.data(), 0};
+        each_piece([&](std::int64_t at, std::int64_t n) {
+          kernels->plan_start(start.data() + at, odds.data() + at, at, n, beta[0], plan);
+        });
+        r.planned_worth.assign(gain.begin(), gain.begin() + plan.count);
+        r.planned_place.assign(place.begin(), place.begin() + plan.count);
+        each_piece([&](std::int64_t at, std::int64_t n) {
+          kernels->weights(r.w.data() + at, stride, odds.data() + at, n, heads, shift.data(),
+                           r.sum.data());
+        });
+        return r;
+      };
+      const Result whole = run(cuts[0]);
+      CHECK(whole.selected.size() > 10);
+      CHECK(whole.planned_place.size() > 10);
+      for (const std::vector<std::int64_t>& ends : cuts) {
+        const Result cut = run(ends);
+        check_same("weights", whole.w, cut.w);
+        check_same("sum", whole.sum, cut.sum);
+        check_same("sum of weights above beta", whole.beta_weight, cut.beta_weight);
+        check_same("sum of odds above beta", whole.beta_odds, cut.beta_odds);
+        check_same("variance", whole.variance, cut.variance);
+        check_same("jump", whole.jump, cut.jump);
+        check_same("selected", whole.selected, cut.selected);
+        check_same("planned", whole.planned, cut.planned);
+        check_same("place", whole.planned_place, cut.planned_place);
+        check_same("worth", whole.planned_worth, cut.planned_worth);
       }
     }
   }
@@ -825,8 +949,8 @@ TEST_CASE("the search's arrays: vectors give the bits of the scalar kernels", "[
         settled.above_odds = 2;
         settled.above_largest_odds = seed % 3 == 0 ? 100.0f : 0.0f;
         settled.below_variance = 3;
-        kernels.plan_start(w.data(), odds.data(), count, beta, start.arrays);
-        kernels.plan_start(w.data(), odds.data(), count, beta, plan.arrays);
+        kernels.plan_start(w.data(), odds.data(), 5, count, beta, start.arrays);
+        kernels.plan_start(w.data(), odds.data(), 5, count, beta, plan.arrays);
         for (int round = 0; round < 3; ++round) {
           double weight = -1, rho = -1, variance = -1;
           float jump = -1;
@@ -973,7 +1097,7 @@ TEST_CASE("scalar sums agree with double", "[kernels]") {
     for (float& x : w) x = static_cast<float>(random.uniform(-60, 10));
     const std::vector<float> logits = w;
     const float shift = 9.5f;
-    double sum = -1;
+    double sum = 0;
     scalar.weights(w.data(), count, odds.data(), count, 1, &shift, &sum);
     double exact = 0;
     for (std::int64_t i = 0; i < count; ++i) {
@@ -1004,8 +1128,8 @@ TEST_CASE("scalar sums agree with double", "[kernels]") {
         worth.push_back(in ? wide_beta * (2 * wide - wide_beta * wide_odd)
                            : wide * wide / wide_odd);
       }
-      double out_weight = -1, out_odds = -1, out_variance = -1;
-      float out_jump = -1;
+      double out_weight = 0, out_odds = 0, out_variance = 0;
+      float out_jump = 0;
       scalar.beta_sums(w.data(), count, odds.data(), count, 1, &beta, &out_weight, &out_odds);
       scalar.tail_sums(w.data(), count, odds.data(), count, 1, &beta, &out_variance, &out_jump);
       // Products below the normal numbers lose more than a relative error.
@@ -1016,7 +1140,7 @@ TEST_CASE("scalar sums agree with double", "[kernels]") {
       check_near("jump", jump, static_cast<double>(out_jump), 3 * kRound * jump + tiny);
 
       Plan plan(count);
-      scalar.plan_start(w.data(), odds.data(), count, beta, plan.arrays);
+      scalar.plan_start(w.data(), odds.data(), 0, count, beta, plan.arrays);
       REQUIRE(plan.arrays.count == static_cast<std::int64_t>(worth.size()));
       for (std::size_t i = 0; i < worth.size(); ++i) {
         check_near("worth", worth[i], static_cast<double>(plan.worth[i]),

@@ -31,8 +31,8 @@ using verkv::reference::Random;
 constexpr std::int64_t kDim = 8;
 
 std::vector<std::int64_t> fields(const MemoryReport& r) {
-  return {r.resident_bytes, r.sketch_bytes,    r.metadata_bytes, r.host_bytes,
-          r.basis_bytes,    r.workspace_bytes, r.reserved_bytes, r.pageable_bytes};
+  return {r.resident_bytes,  r.sketch_bytes,   r.metadata_bytes, r.host_bytes,  r.basis_bytes,
+          r.workspace_bytes, r.reserved_bytes, r.pageable_bytes, r.shared_bytes};
 }
 
 // The sum that the totals have to be.
@@ -146,6 +146,10 @@ class CountingBackend final : public verkv::Backend {
   void attend(std::int64_t, const AttendBatch&) override {}
   LayerStatistics statistics(std::int64_t) const override { return {}; }
   void reset_statistics() override {}
+  void fork(SequenceId from, SequenceId to) override {
+    touched(from);
+    lengths_[to.value] = lengths_[from.value];
+  }
   MemoryReport memory(SequenceId id, std::int64_t layer) const noexcept override {
     touched(id);
     return {.resident_bytes = 10 * length(id, layer), .host_bytes = 10 * length(id, layer)};

@@ -55,7 +55,18 @@ class VERKV_API KvCacheManager {
   // (seed, draw) means equal samples. Without `draw` each sequence gets a name of its own.
   SequenceId create_sequence();
   SequenceId create_sequence(std::uint64_t draw);
-  // Frees everything of the sequence. Throws InvalidArgument if it is unknown.
+  // A sequence that continues as if all calls for `sequence` had been made for it: the same tokens,
+  // sample, sketch, scores of the window and draw name (redraw gives another). What the two append,
+  // compress, redraw or erase afterwards never shows in the other, and equal calls give equal bits.
+  // On the CPU the two share all that they hold but the scores of the window: a fork costs its
+  // tables, and each of the two copies at most a page of 64 tokens (of a sketch: 512) of an array when
+  // it first adds to it. What is reserved for the sequence is reserved for the fork as well, and there
+  // the sequence itself may be short of memory when it first adds to a page that it shares. On a
+  // device everything is copied.
+  // Throws InvalidArgument if it is unknown; CapacityError where the limit on the fast tier leaves
+  // no room for what is copied.
+  SequenceId fork(SequenceId sequence);
+  // Frees what no fork of the sequence holds too. Throws InvalidArgument if it is unknown.
   void erase(SequenceId sequence);
   // Tokens appended to `layer`, and how many of those have been compressed; the rest is the local
   // window. Throw InvalidArgument on an unknown sequence or a layer that is not cached.

@@ -112,6 +112,9 @@ struct MemoryReport {
   // Main memory: blocks of the host tier, with their room for growth, that the device reads though
   // they could not be pinned. host_bytes, basis_bytes and reserved_bytes count them already.
   std::int64_t pageable_bytes = 0;
+  // Of a sequence: of all of the above, what forks of it (or what it was forked from) hold too.
+  // 0 in the report of all sequences, which counts these bytes once.
+  std::int64_t shared_bytes = 0;
 
   std::int64_t fast_bytes() const { return resident_bytes + sketch_bytes + metadata_bytes; }
 };

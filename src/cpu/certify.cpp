@@ -20,8 +20,12 @@ void solve_beta(HeadGroup& group) {
     std::array<double, kMaxHeads> weight{};
     std::array<double, kMaxHeads> odds{};
     for (int round = 0; round < kMostBetaRounds; ++round) {
-      group.kernels.beta_sums(group.weight(first), group.weight_stride, group.store.odds(),
-                              group.compressed, heads, beta.data(), weight.data(), odds.data());
+      weight.fill(0);
+      odds.fill(0);
+      group.store.each_piece([&](std::int64_t at, std::int64_t count) {
+        group.kernels.beta_sums(group.weight(first) + at, group.weight_stride, group.store.odds(at),
+                                count, heads, beta.data(), weight.data(), odds.data());
+      });
       bool rose = false;
       for (std::size_t h = 0; h < static_cast<std::size_t>(heads); ++h) {
         const float next = static_cast<float>(beta_of_sums(weight[h], odds[h]));
@@ -41,8 +45,10 @@ void solve_certificate(HeadGroup& group) {
     std::array<double, kMaxHeads> variance{};
     std::array<float, kMaxHeads> jump{};
     for (int h = 0; h < heads; ++h) beta[static_cast<std::size_t>(h)] = group.state(first + h).beta;
-    group.kernels.tail_sums(group.weight(first), group.weight_stride, group.store.odds(),
-                            group.compressed, heads, beta.data(), variance.data(), jump.data());
+    group.store.each_piece([&](std::int64_t at, std::int64_t count) {
+      group.kernels.tail_sums(group.weight(first) + at, group.weight_stride, group.store.odds(at),
+                              count, heads, beta.data(), variance.data(), jump.data());
+    });
     for (int h = 0; h < heads; ++h) {
       const std::size_t i = static_cast<std::size_t>(h);
       HeadState& s = group.state(first + h);
@@ -55,7 +61,7 @@ void solve_certificate(HeadGroup& group) {
 }
 
 double measure_sketch(HeadGroup& group, int h) {
-  const std::span<const std::uint32_t> place = group.store.resident_places();
+  const Drawn& drawn = group.store.drawn();
   const float* weight = group.weight(h);
   const float* logit = group.resident_logit(h);
   const float shift = group.state(h).shift;
@@ -70,7 +76,7 @@ double measure_sketch(HeadGroup& group, int h) {
       const std::int64_t slot = first + lane * stride;
       rho[lane] = std::numeric_limits<float>::infinity();
       if (slot >= group.drawn) continue;
-      w[lane] = weight[place[static_cast<std::size_t>(slot)]];
+      w[lane] = weight[drawn.place_of(slot)];
       exact[lane] = logit[slot] - shift;
       rho[lane] = group.workspace.slot_odds[static_cast<std::size_t>(slot)];
     }

@@ -13,12 +13,14 @@ void sum_clusters(HeadGroup& group) {
   for (int h = 0; h < group.heads; ++h) group.state(h).by_clusters = false;
   if (group.clusters == 0) return;
   Workspace& ws = group.workspace;
-  const std::span<const std::uint32_t> place = group.store.resident_places();
-  for (std::size_t i = 0; i < static_cast<std::size_t>(group.drawn); ++i)
-    ws.slot_cluster[i] = place[i] / static_cast<std::uint32_t>(kClusterTokens);
-  const std::span<const Positive16> spread = group.store.spreads();
-  for (std::size_t c = 0; c < spread.size(); ++c)
-    ws.cluster_spread_square[c] = to_float(spread[c]) * to_float(spread[c]);
+  group.store.drawn().each_place([&](std::int64_t slot, std::uint32_t place) {
+    ws.slot_cluster[static_cast<std::size_t>(slot)] =
+        place / static_cast<std::uint32_t>(kClusterTokens);
+  });
+  for (std::int64_t c = 0; c < group.clusters; ++c) {
+    const float spread = to_float(group.store.spread(c));
+    ws.cluster_spread_square[static_cast<std::size_t>(c)] = spread * spread;
+  }
   for (int h = 0; h < group.heads; ++h) {
     group.kernels.cluster_sums(group.weight(h), group.compressed, group.cluster_weight(h),
                                group.cluster_square(h));

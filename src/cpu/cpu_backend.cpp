@@ -1,3 +1,5 @@
+// Long because every call of a backend is here; what they do is in other files.
+//
 // Both tiers in main memory. This backend is the specification: what the device backend computes is
 // compared with it.
 #include <fmt/format.h>
@@ -7,6 +9,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -37,7 +40,7 @@ constexpr std::int64_t kSliceRows = 8;
 
 struct Sequence {
   std::uint64_t draw = 0;
-  std::vector<std::vector<HeadStore>> layers;  // [layer][KV head]
+  std::vector<std::vector<HeadStore>> layers;  // [layer][KV head]; none before the first tokens
   std::vector<bool> compressed_before;         // [layer]; only then does decode compress by itself
 };
 
@@ -63,7 +66,9 @@ class CpuBackend final : public Backend {
                                             static_cast<int>(shape.config.key_dim));
       }
       shapes_.push_back(std::move(shape));
-      if (shapes_.back().config.cached) make_room(i, 0);
+      const LayerShape& added = shapes_.back();
+      empty_.push_back(added.config.cached ? std::make_unique<HeadStore>(added) : nullptr);
+      if (added.config.cached) make_room(i, 0);
     }
   }
 
@@ -73,30 +78,41 @@ class CpuBackend final : public Backend {
   }
 
   void create(SequenceId id, std::uint64_t draw) override {
-    const std::int64_t rows = kRowsPerSequence * (static_cast<std::int64_t>(sequences_.size()) + 1);
-    // Between two that are asked there may be one that is not.
-    slices_.reserve(static_cast<std::size_t>(2 * rows + 1));
-    reserve(query_reports_, rows, &LayerConfig::query_heads);
-    reserve(kv_reports_, rows, &LayerConfig::kv_heads);
+    reserve_rows_for_one_more();
     auto sequence = std::make_unique<Sequence>();
     sequence->draw = draw;
     sequence->layers.resize(shapes_.size());
     sequence->compressed_before.resize(shapes_.size(), false);
-    for (std::size_t i = 0; i < shapes_.size(); ++i) {
-      if (!shapes_[i].config.cached) continue;
-      sequence->layers[i].resize(static_cast<std::size_t>(shapes_[i].config.kv_heads));
-    }
     sequences_.emplace(id.value, std::move(sequence));
   }
 
   void release(SequenceId id) noexcept override { sequences_.erase(id.value); }
 
+  void fork(SequenceId from, SequenceId to) override {
+    reserve_rows_for_one_more();
+    Sequence& parent = find(from);
+    auto sequence = std::make_unique<Sequence>();
+    sequence->draw = parent.draw;
+    sequence->layers.resize(shapes_.size());
+    sequence->compressed_before = parent.compressed_before;
+    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
+      std::vector<HeadStore>& heads = sequence->layers[layer];
+      heads.reserve(parent.layers[layer].size());
+      const bool scores = scores_window(from, static_cast<std::int64_t>(layer));
+      for (HeadStore& head : parent.layers[layer]) {
+        heads.push_back(head.fork());
+        if (head.spare() > 0) heads.back().reserve_append(head.spare(), scores);
+      }
+    }
+    sequences_.emplace(to.value, std::move(sequence));
+  }
+
   std::int64_t tokens(SequenceId id, std::int64_t layer) const override {
-    return find(id).layers[static_cast<std::size_t>(layer)].front().tokens();
+    return lengths_of(find(id).layers[static_cast<std::size_t>(layer)]).tokens;
   }
 
   std::int64_t compressed_tokens(SequenceId id, std::int64_t layer) const override {
-    return find(id).layers[static_cast<std::size_t>(layer)].front().compressed();
+    return lengths_of(find(id).layers[static_cast<std::size_t>(layer)]).compressed;
   }
 
   bool scores_window(SequenceId id, std::int64_t layer) const override {
@@ -106,8 +122,9 @@ class CpuBackend final : public Backend {
   void reserve(std::span<const Growth> growths) override {
     std::vector<Prepared> prepared;
     for (const Growth& growth : growths) {
-      prepared.push_back(prepare_outgrown(growth));
+      // First, since what a compression leaves of a window keeps its room.
       make_room(growth);
+      prepared.push_back(prepare_outgrown(growth));
     }
     // Nothing fails from here on.
     for (Prepared& one : prepared) commit(one);
@@ -125,6 +142,15 @@ class CpuBackend final : public Backend {
     }
     if (!growths.empty()) reserve(growths);
     const std::size_t layer = static_cast<std::size_t>(layer_index);
+    // Room that has been reserved may be in a page that a fork has tokens in.
+    for (const AppendPart& part : parts) {
+      if (!part.reserved) continue;
+      for (HeadStore& head : find(part.sequence).layers[layer]) {
+        if (head.has_room(part.keys.tokens)) continue;
+        head.reserve_append(std::max(head.spare(), part.keys.tokens),
+                            scores_window(part.sequence, layer_index));
+      }
+    }
     for (const AppendPart& part : parts) {
       const bool scores = scores_window(part.sequence, layer_index);
       std::vector<HeadStore>& heads = find(part.sequence).layers[layer];
@@ -137,7 +163,7 @@ class CpuBackend final : public Backend {
 
   void truncate(SequenceId id, std::int64_t layer, std::int64_t tokens) override {
     const std::size_t index = static_cast<std::size_t>(layer);
-    for (HeadStore& head : find(id).layers[index]) head.truncate(shapes_[index], tokens);
+    for (HeadStore& head : find(id).layers[index]) head.truncate(tokens);
   }
 
   void compress(SequenceId id, std::span<const ImportanceView> importance,
@@ -145,7 +171,7 @@ class CpuBackend final : public Backend {
     Sequence& sequence = find(id);
     std::vector<LayerLengths> lengths;
     for (const std::vector<HeadStore>& heads : sequence.layers)
-      lengths.push_back(heads.empty() ? LayerLengths{} : lengths_of(heads));
+      lengths.push_back(lengths_of(heads));
     std::vector<HeadCompression> heads = compressor_.prompt(sequence.draw, lengths, importance);
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
     Prepared prepared = prepare(sequence, std::move(heads), prompt_queries);
@@ -159,15 +185,13 @@ class CpuBackend final : public Backend {
     Sequence& sequence = find(id);
     // All heads are drawn before one changes, so that running out of memory half-way leaves the old
     // draw whole.
-    std::vector<HeadStore::Residents> drawn;
+    std::vector<Drawn> drawn;
     for (std::size_t layer = 0; layer < sequence.layers.size(); ++layer) {
       for (std::size_t h = 0; h < sequence.layers[layer].size(); ++h) {
         const HeadStore& store = sequence.layers[layer][h];
-        const std::span<const Positive16> odds(store.odds(),
-                                               static_cast<std::size_t>(store.compressed()));
         drawn.push_back(store.redraw(
             shapes_[layer], draw_places(compressor_.draw_id(draw, layer, h), config_.study.select,
-                                        odds, 0, store.order())));
+                                        store.all_odds(), 0, store.order())));
       }
     }
     std::size_t next = 0;
@@ -209,10 +233,13 @@ class CpuBackend final : public Backend {
   }
 
   MemoryReport memory(SequenceId id, std::int64_t layer) const noexcept override {
-    const std::size_t index = static_cast<std::size_t>(layer);
-    MemoryReport report;
-    for (const HeadStore& head : find(id).layers[index]) head.add_memory(shapes_[index], report);
+    MemoryReport report = held(id, layer, false);
+    report.shared_bytes = all_bytes(report) - all_bytes(held(id, layer, true));
     return report;
+  }
+
+  MemoryReport own_memory(SequenceId id, std::int64_t layer) const noexcept override {
+    return held(id, layer, true);
   }
 
   std::int64_t workspace_bytes() const override {
@@ -223,6 +250,26 @@ class CpuBackend final : public Backend {
   }
 
  private:
+  MemoryReport held(SequenceId id, std::int64_t layer, bool exclusive) const noexcept {
+    const std::vector<HeadStore>& heads = find(id).layers[static_cast<std::size_t>(layer)];
+    MemoryReport report;
+    report.reserved_bytes = static_cast<std::int64_t>(sizeof heads);
+    for (const HeadStore& head : heads) head.add_memory(report, exclusive);
+    return report;
+  }
+
+  static std::int64_t all_bytes(const MemoryReport& report) {
+    return report.fast_bytes() + report.host_bytes + report.basis_bytes + report.reserved_bytes;
+  }
+
+  void reserve_rows_for_one_more() {
+    const std::int64_t rows = kRowsPerSequence * (static_cast<std::int64_t>(sequences_.size()) + 1);
+    // Between two that are asked there may be one that is not.
+    slices_.reserve(static_cast<std::size_t>(2 * rows + 1));
+    reserve(query_reports_, rows, &LayerConfig::query_heads);
+    reserve(kv_reports_, rows, &LayerConfig::kv_heads);
+  }
+
   // Room for a step of this many rows on any layer. heads: of a layer, one report each.
   template <class Report>
   void reserve(std::vector<Report>& reports, std::int64_t rows,
@@ -302,8 +349,9 @@ class CpuBackend final : public Backend {
         answer_nothing(shape, arguments_of(shape, row, head, batch, answers));
       return;
     }
-    HeadStore& store = find(batch.sequences[static_cast<std::size_t>(slice.first)])
-                           .layers[layer][static_cast<std::size_t>(head)];
+    std::vector<HeadStore>& heads =
+        find(batch.sequences[static_cast<std::size_t>(slice.first)]).layers[layer];
+    HeadStore& store = heads.empty() ? *empty_[layer] : heads[static_cast<std::size_t>(head)];
     const std::int64_t together = rows_together(shape.group);
     for (std::int64_t begin = 0; begin < slice.rows; begin += together) {
       std::array<StepArguments, kMaxHeads> rows;
@@ -354,6 +402,7 @@ class CpuBackend final : public Backend {
   const Sequence& find(SequenceId id) const { return *sequences_.find(id.value)->second; }
 
   static LayerLengths lengths_of(const std::vector<HeadStore>& heads) {
+    if (heads.empty()) return {};
     return {heads.front().tokens(), heads.front().compressed()};
   }
 
@@ -366,9 +415,17 @@ class CpuBackend final : public Backend {
 
   void make_room(const Growth& growth) {
     const std::size_t layer = static_cast<std::size_t>(growth.layer);
+    const LayerShape& shape = shapes_[layer];
     std::vector<HeadStore>& heads = find(growth.sequence).layers[layer];
+    if (heads.empty()) {
+      if (growth.tokens == 0) return;
+      std::vector<HeadStore> made;
+      made.reserve(static_cast<std::size_t>(shape.config.kv_heads));
+      for (std::int64_t h = 0; h < shape.config.kv_heads; ++h) made.emplace_back(shape);
+      heads = std::move(made);
+    }
     const bool scores = scores_window(growth.sequence, growth.layer);
-    for (HeadStore& head : heads) head.reserve_append(shapes_[layer], growth.tokens, scores);
+    for (HeadStore& head : heads) head.reserve_append(growth.tokens, scores);
     make_room(layer, heads.front().tokens() + growth.tokens);
   }
 
@@ -376,6 +433,7 @@ class CpuBackend final : public Backend {
   struct Prepared {
     Sequence* sequence = nullptr;
     std::vector<HeadCompression> heads;
+    std::vector<std::optional<Window>> windows;
     // Of each thread.
     std::vector<float> scratch;
     std::size_t scratch_size = 0;
@@ -389,28 +447,20 @@ class CpuBackend final : public Backend {
     };
     compressor_.complete(
         heads,
-        [&](const HeadCompression& head) {
-          const HeadStore& store = store_of(head);
-          const LayerShape& shape = shapes_[head.layer];
-          const HeadOrder& order = store.order();
-          return HeadRows{store.host_keys(shape), store.host_values(shape), &order.directions,
-                          order.position, order.open_odds};
-        },
+        [&](const HeadCompression& head) { return store_of(head).rows(shapes_[head.layer]); },
         prompt_queries,
         [this](std::int64_t count, const Compressor::Task& task) {
           pool_.run(count, [&task](int, std::int64_t i) { task(i); });
         });
     std::int64_t largest_dim = 0;
+    Prepared result;
     for (const HeadCompression& head : heads) {
       const LayerShape& shape = shapes_[head.layer];
       HeadStore& store = store_of(head);
-      store.reserve_compress(shape,
-                             compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shape),
-                             head.end());
-      store.reserve(head.order);
+      result.windows.push_back(store.reserve_compress(
+          shape, compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shape), head));
       largest_dim = std::max(largest_dim, shape.config.key_dim);
     }
-    Prepared result;
     result.sequence = &sequence;
     result.scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
     result.scratch.resize(static_cast<std::size_t>(pool_.size()) * result.scratch_size);
@@ -422,15 +472,12 @@ class CpuBackend final : public Backend {
     const auto store_of = [&](const HeadCompression& head) -> HeadStore& {
       return prepared.sequence->layers[head.layer][head.head];
     };
-    for (HeadCompression& head : prepared.heads) {
-      if (compressor_.needs_basis(head)) store_of(head).take(std::move(head.basis));
-      store_of(head).take(std::move(head.order));
-    }
     pool_.run(static_cast<std::int64_t>(prepared.heads.size()), [&](int worker, std::int64_t i) {
-      const HeadCompression& head = prepared.heads[static_cast<std::size_t>(i)];
+      HeadCompression& head = prepared.heads[static_cast<std::size_t>(i)];
       const std::size_t size = prepared.scratch_size;
       store_of(head).compress(
-          shapes_[head.layer], kernels_, head.odds, head.first_tokens, head.drawn, head.clusters,
+          shapes_[head.layer], kernels_, head,
+          std::move(prepared.windows[static_cast<std::size_t>(i)]),
           std::span(prepared.scratch).subspan(static_cast<std::size_t>(worker) * size, size));
     });
   }
@@ -457,6 +504,8 @@ class CpuBackend final : public Backend {
   const Kernels& kernels_;
   ThreadPool pool_;
   std::vector<LayerShape> shapes_;
+  // What a step reads of a sequence that has no tokens in a layer; [layer], null where not cached.
+  std::vector<std::unique_ptr<HeadStore>> empty_;
   Workspaces workspaces_;
   std::unordered_map<std::int64_t, std::unique_ptr<Sequence>> sequences_;
   std::vector<LayerStatistics> statistics_;

@@ -72,8 +72,10 @@ class Planner {
     const HeadState& s = group_.state(h);
     PlanArrays arrays{ws_.plan_weight.data(), ws_.plan_odds.data(), ws_.plan_worth.data(),
                       ws_.plan_place.data(), 0};
-    group_.kernels.plan_start(group_.weight(h), group_.store.odds(), group_.compressed, s.beta,
-                              arrays);
+    group_.store.each_piece([&](std::int64_t at, std::int64_t count) {
+      group_.kernels.plan_start(group_.weight(h) + at, group_.store.odds(at), at, count, s.beta,
+                                arrays);
+    });
     return search_fetch_threshold(group_.kernels, arrays, s.beta, s.denominator, stop_.log_term,
                                   s.rules.target);
   }
@@ -141,9 +143,14 @@ class Planner {
       ties = ties || s.threshold.ties > 0;
     }
     const auto select_into = [&](std::vector<std::uint32_t>& out) {
-      return group_.kernels.select_tokens(
-          group_.weight(first), group_.weight_stride, group_.store.odds(), group_.compressed, heads,
-          beta.data(), least_worth.data(), least_weight.data(), out.data(), planned.data());
+      std::int64_t found = 0;
+      group_.store.each_piece([&](std::int64_t at, std::int64_t count) {
+        found += group_.kernels.select_tokens(group_.weight(first) + at, group_.weight_stride,
+                                              group_.store.odds(at), at, count, heads, beta.data(),
+                                              least_worth.data(), least_weight.data(),
+                                              out.data() + found, planned.data());
+      });
+      return found;
     };
     if (group_.heads <= kMaxHeads && !ties && !has_marks_) {
       plan_.tokens = select_into(ws_.fetched);

@@ -8,7 +8,7 @@
 
 #include <verkv/clusters.hpp>
 
-#include "cpu/room.hpp"
+#include "window_score.hpp"
 
 namespace verkv::cpu {
 namespace {
@@ -35,259 +35,376 @@ void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DT
 
 std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
 
+std::int64_t key_bytes(const LayerShape& shape) {
+  return shape.config.key_dim * static_cast<std::int64_t>(size_bytes(shape.storage));
+}
+std::int64_t value_bytes(const LayerShape& shape) {
+  return shape.config.value_dim * static_cast<std::int64_t>(size_bytes(shape.storage));
+}
+
+// A sketch's pages are allocated for a quarter of what is there, so that a long decode does not cut
+// it into many pieces. A guess: kernels start over at each piece.
+constexpr std::int64_t kSketchGrowth = 4;
+
+template <class T>
+PagedRows by_place() {
+  return {kPlaceShift, sizeof(T), kSketchGroup, kSketchGrowth};
+}
+
+template <class T>
+void write(PagedRows& rows, std::int64_t from, std::span<const T> values) {
+  for (const T& x : values) std::memcpy(rows.row(from++), &x, sizeof x);
+}
+
+std::int64_t used_bytes(const auto& vector) {
+  return static_cast<std::int64_t>(vector.size() * sizeof(vector[0]));
+}
+
 }  // namespace
 
+Window::Window(const LayerShape& shape)
+    : key(kPageShift, key_bytes(shape)), value(kPageShift, value_bytes(shape)) {}
+
+Window Window::fork() {
+  Window result(*this);
+  result.key = key.fork();
+  result.value = value.fork();
+  return result;
+}
+
+Drawn::Drawn(const LayerShape& shape)
+    : key(kPageShift, key_bytes(shape)),
+      value(kPageShift, value_bytes(shape)),
+      place(kPageShift, sizeof(std::uint32_t)) {}
+
+Drawn Drawn::fork() {
+  Drawn result(*this);
+  result.key = key.fork();
+  result.value = value.fork();
+  result.place = place.fork();
+  return result;
+}
+
+std::int64_t HeadBasis::fast_bytes() const {
+  return used_bytes(sketch.query) + used_bytes(channel_means);
+}
+
+std::int64_t HeadBasis::main_bytes() const {
+  return used_bytes(sketch.encode) + used_bytes(directions.key) + used_bytes(directions.value);
+}
+
+Sketched::Sketched(const LayerShape& shape, const SketchShape& form)
+    : codes(kPlaceShift - 4, code_storage_bytes(form, kSketchGroup), 1, kSketchGrowth),
+      scale(by_place<Positive16>()),
+      odds(by_place<Positive16>()),
+      centroid(kPageShift, value_bytes(shape)),
+      spread(kPageShift, sizeof(Positive16)),
+      position(by_place<std::uint32_t>()),
+      drawn(shape),
+      basis(std::make_shared<HeadBasis>()) {
+  static_assert(kSketchGroup == 1 << 4);
+  if (has_codes(shape.sketch.kind)) basis->channel_means.resize(bytes(shape.config.key_dim));
+}
+
+std::unique_ptr<Sketched> Sketched::fork() {
+  auto result = std::make_unique<Sketched>(*this);
+  result->codes = codes.fork();
+  result->scale = scale.fork();
+  result->odds = odds.fork();
+  result->centroid = centroid.fork();
+  result->spread = spread.fork();
+  result->position = position.fork();
+  result->drawn = drawn.fork();
+  return result;
+}
+
+HeadStore::HeadStore(const LayerShape& shape)
+    : host_(kPageShift, shape.row_bytes()), window_(shape) {}
+
 Rows HeadStore::host_keys(const LayerShape& shape) const {
-  return {host_.data(), shape.storage, shape.row_elements(),
-          static_cast<int>(shape.config.key_dim)};
+  return {nullptr,
+          shape.storage,
+          shape.row_elements(),
+          static_cast<int>(shape.config.key_dim),
+          host_.pages(),
+          host_.first(),
+          0};
 }
 
 Rows HeadStore::host_values(const LayerShape& shape) const {
-  return {host_.data() + bytes(shape.config.key_dim) * size_bytes(shape.storage), shape.storage,
-          shape.row_elements(), static_cast<int>(shape.config.value_dim)};
-}
-
-Rows HeadStore::resident_keys(const LayerShape& shape) const {
-  return {resident_key_.data(), shape.storage, shape.config.key_dim,
-          static_cast<int>(shape.config.key_dim)};
-}
-
-Rows HeadStore::resident_values(const LayerShape& shape) const {
-  return {resident_value_.data(), shape.storage, shape.config.value_dim,
-          static_cast<int>(shape.config.value_dim)};
+  return {
+      nullptr,       shape.storage, shape.row_elements(), static_cast<int>(shape.config.value_dim),
+      host_.pages(), host_.first(), shape.config.key_dim};
 }
 
 Rows HeadStore::centroids(const LayerShape& shape) const {
-  return {centroids_.data(), shape.storage, shape.config.value_dim,
-          static_cast<int>(shape.config.value_dim)};
+  const PagedRows& rows = sketched_->centroid;
+  return {nullptr,
+          shape.storage,
+          shape.config.value_dim,
+          static_cast<int>(shape.config.value_dim),
+          rows.pages(),
+          rows.first(),
+          0};
 }
 
-void HeadStore::reserve_append(const LayerShape& shape, std::int64_t count, bool scores) {
-  const std::size_t element = size_bytes(shape.storage);
-  const std::size_t n = static_cast<std::size_t>(count);
-  reserve_more(host_, n * bytes(shape.row_bytes()));
-  reserve_more(resident_key_, n * bytes(shape.config.key_dim) * element);
-  reserve_more(resident_value_, n * bytes(shape.config.value_dim) * element);
-  reserve_more(resident_place_, n);
+HeadOrder HeadStore::order() const {
+  HeadOrder result;
+  if (!sketched_) return result;
+  result.directions = basis().directions;
+  for (std::int64_t i = 0; i < compressed_; ++i) result.position.push_back(position(i));
+  result.walk_end = sketched_->walk_end;
+  return result;
+}
+
+std::vector<Positive16> HeadStore::all_odds() const {
+  std::vector<Positive16> result;
+  for (std::int64_t i = 0; i < compressed_; ++i) result.push_back(*odds(i));
+  return result;
+}
+
+void HeadStore::reserve_append(std::int64_t count, bool scores) {
+  host_.reserve_more(count);
+  window_.key.reserve_more(count);
+  window_.value.reserve_more(count);
   scores_.reserve(count, scores);
-  room_ = tokens_ + count;
+  room_ = tokens() + count;
+}
+
+bool HeadStore::has_room(std::int64_t count) const {
+  return count <= spare() && host_.has_room(count) && window_.key.has_room(count) &&
+         window_.value.has_room(count);
 }
 
 void HeadStore::append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
                        std::int64_t head, bool scores) noexcept {
-  const std::size_t element = size_bytes(shape.storage);
-  const std::size_t key_bytes = bytes(shape.config.key_dim) * element;
-  const std::size_t value_bytes = bytes(shape.config.value_dim) * element;
-  const std::size_t count = static_cast<std::size_t>(keys.tokens);
-  std::size_t host_at = host_.size();
-  std::size_t key_at = resident_key_.size();
-  std::size_t value_at = resident_value_.size();
-  host_.resize(host_at + count * (key_bytes + value_bytes));
-  resident_key_.resize(key_at + count * key_bytes);
-  resident_value_.resize(value_at + count * value_bytes);
+  const std::size_t key = bytes(key_bytes(shape));
+  const std::size_t value = bytes(value_bytes(shape));
+  const std::int64_t before = tokens();
+  const std::int64_t window = window_.key.size();
+  host_.resize(before + keys.tokens);
+  window_.key.resize(window + keys.tokens);
+  window_.value.resize(window + keys.tokens);
   for (std::int64_t t = 0; t < keys.tokens; ++t) {
-    store_row(keys, t, head, shape.storage, host_.data() + host_at);
-    store_row(values, t, head, shape.storage, host_.data() + host_at + key_bytes);
-    std::memcpy(resident_key_.data() + key_at, host_.data() + host_at, key_bytes);
-    std::memcpy(resident_value_.data() + value_at, host_.data() + host_at + key_bytes, value_bytes);
-    host_at += key_bytes + value_bytes;
-    key_at += key_bytes;
-    value_at += value_bytes;
-    resident_place_.push_back(static_cast<std::uint32_t>(tokens_ + t));
+    std::byte* const row = host_.row(before + t);
+    store_row(keys, t, head, shape.storage, row);
+    store_row(values, t, head, shape.storage, row + key);
+    std::memcpy(window_.key.row(window + t), row, key);
+    std::memcpy(window_.value.row(window + t), row + key, value);
   }
   scores_.append(keys.tokens, scores);
-  tokens_ += keys.tokens;
 }
 
-void HeadStore::truncate(const LayerShape& shape, std::int64_t tokens) noexcept {
-  const std::size_t residents = bytes(drawn_residents_ + tokens - compressed_);
-  const std::size_t element = size_bytes(shape.storage);
-  host_.resize(bytes(tokens * shape.row_bytes()));
-  resident_key_.resize(residents * bytes(shape.config.key_dim) * element);
-  resident_value_.resize(residents * bytes(shape.config.value_dim) * element);
-  resident_place_.resize(residents);
+void HeadStore::truncate(std::int64_t tokens) noexcept {
+  host_.resize(tokens);
+  window_.key.resize(tokens - compressed_);
+  window_.value.resize(tokens - compressed_);
   scores_.truncate(tokens - compressed_);
-  tokens_ = tokens;
 }
 
-void HeadStore::reserve_compress(const LayerShape& shape, const SketchShape& codes,
-                                 std::int64_t end) {
+HeadRows HeadStore::rows(const LayerShape& shape) const {
+  HeadRows result{host_keys(shape), host_values(shape), nullptr, {}, {}};
+  if (!sketched_) return result;
+  result.directions = &basis().directions;
+  // The places of a cluster lie in one page.
+  const std::int64_t open = shape.clusters ? compressed_ % kClusterTokens : 0;
+  if (open == 0) return result;
+  const std::int64_t first = compressed_ - open;
+  result.positions = {positions(first), bytes(open)};
+  result.open_odds = {odds(first), bytes(open)};
+  return result;
+}
+
+std::optional<Window> HeadStore::reserve_compress(const LayerShape& shape, const SketchShape& codes,
+                                                  const HeadCompression& head) {
+  const std::int64_t begin = compressed_;
+  const std::int64_t end = head.end();
   const std::int64_t padded = round_up(end, kSketchGroup);
-  const auto to = [](auto& vector, std::int64_t size) {
-    const std::size_t wanted = static_cast<std::size_t>(size);
-    if (wanted > vector.size()) reserve_more(vector, wanted - vector.size());
-  };
-  to(odds_, padded);
-  if (shape.clusters) {
-    to(centroids_, clusters_of(end) * shape.config.value_dim *
-                       static_cast<std::int64_t>(size_bytes(shape.storage)));
-    to(spreads_, clusters_of(end));
+  // What a compression that failed has left may have codes of another form.
+  if (begin == 0) sketched_ = std::make_unique<Sketched>(shape, codes);
+  Sketched& s = *sketched_;
+  s.odds.reserve(begin, padded);
+  s.position.reserve(begin, end);
+  if (s.walk_end.capacity() < s.walk_end.size() + head.order.walk_end.size())
+    s.walk_end.reserve((s.walk_end.size() + head.order.walk_end.size()) * 3 / 2);
+  if (has_codes(shape.sketch.kind)) {
+    s.codes.reserve(begin / kSketchGroup, padded / kSketchGroup);
+    s.scale.reserve(begin, padded);
   }
-  if (!has_codes(shape.sketch.kind)) return;
-  to(codes_, code_storage_bytes(codes, end));
-  to(scales_, padded);
-  to(channel_means_, shape.config.key_dim);
+  if (shape.clusters) {
+    s.centroid.reserve(begin / kClusterTokens, clusters_of(end));
+    s.spread.reserve(begin / kClusterTokens, clusters_of(end));
+  }
+  const std::int64_t drawn = static_cast<std::int64_t>(head.drawn.size());
+  s.drawn.key.reserve_more(drawn);
+  s.drawn.value.reserve_more(drawn);
+  s.drawn.place.reserve_more(drawn);
+  // A fast tier that holds on to the memory of the prefill has saved nothing.
+  const std::int64_t gone = end - begin;
+  if (gone < window_.key.size() && !window_.key.holds_on(gone)) return std::nullopt;
+  Window rest(shape);
+  rest.key = window_.key.copy_from(gone, spare());
+  rest.value = window_.value.copy_from(gone, spare());
+  return rest;
 }
 
 void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
                        std::span<float> scratch) noexcept {
   const Rows keys = host_keys(shape);
-  const std::size_t at = static_cast<std::size_t>(place);
-  const std::int64_t position = static_cast<std::int64_t>(order_.position[at]);
-  const std::size_t dim = static_cast<std::size_t>(shape.config.key_dim);
-  const std::size_t padded_dim = static_cast<std::size_t>(round_up(shape.config.key_dim, kLanes));
+  const SketchBasis& sketch = basis().sketch;
+  const std::span<const float> mean = basis().channel_means;
+  const std::size_t dim = bytes(shape.config.key_dim);
+  const std::size_t padded_dim = bytes(round_up(shape.config.key_dim, kLanes));
   const std::span<float> key = scratch.first(dim);
   for (std::size_t j = 0; j < dim; ++j)
-    key[j] = load_element(keys, position, static_cast<std::int64_t>(j));
-  for (std::size_t j = 0; j < dim; ++j) key[j] -= channel_means_[j];
+    key[j] = load_element(keys, position(place), static_cast<std::int64_t>(j));
+  for (std::size_t j = 0; j < dim; ++j) key[j] -= mean[j];
   std::fill(scratch.begin() + static_cast<std::ptrdiff_t>(dim),
             scratch.begin() + static_cast<std::ptrdiff_t>(padded_dim), 0.0f);
-  const std::span<float> stored =
-      scratch.subspan(padded_dim, static_cast<std::size_t>(basis_.shape.dim));
-  kernels.dot_rows({basis_.encode.data(), DType::f32, shape.config.key_dim,
+  const std::span<float> stored = scratch.subspan(padded_dim, bytes(sketch.shape.dim));
+  kernels.dot_rows({sketch.encode.data(), DType::f32, shape.config.key_dim,
                     static_cast<int>(shape.config.key_dim)},
-                   nullptr, basis_.shape.dim, key.data(), 1, static_cast<std::int64_t>(padded_dim),
+                   nullptr, sketch.shape.dim, key.data(), 1, static_cast<std::int64_t>(padded_dim),
                    stored.data(), static_cast<std::int64_t>(padded_dim));
-  scales_[at] = encode_key(basis_.shape, kSketchLevels, basis_.bands, stored, codes_.data(), place);
+  auto* const group = reinterpret_cast<std::uint8_t*>(sketched_->codes.row(place / kSketchGroup));
+  const Positive16 scale =
+      encode_key(sketch.shape, kSketchLevels, sketch.bands, stored, group, place % kSketchGroup);
+  std::memcpy(sketched_->scale.row(place), &scale, sizeof scale);
 }
 
-void HeadStore::compress(const LayerShape& shape, const Kernels& kernels,
-                         std::span<const Positive16> odds, std::int64_t first_tokens,
-                         std::span<const std::uint32_t> drawn, const Clusters& clusters,
-                         std::span<float> scratch) noexcept {
+void HeadStore::compress(const LayerShape& shape, const Kernels& kernels, HeadCompression& head,
+                         std::optional<Window>&& window, std::span<float> scratch) noexcept {
+  Sketched& s = *sketched_;
   const std::int64_t begin = compressed_;
-  const std::int64_t end = begin + static_cast<std::int64_t>(odds.size());
-  const std::size_t padded = static_cast<std::size_t>(round_up(end, kSketchGroup));
-  odds_.resize(padded);
-  std::copy(odds.begin(), odds.end(), odds_.begin() + begin);
+  const std::int64_t end = head.end();
+  const std::int64_t padded = round_up(end, kSketchGroup);
+  HeadOrder& order = head.order;
+  if (begin == 0) {
+    s.basis->sketch = std::move(head.basis);
+    s.basis->directions = std::move(order.directions);
+  }
+  s.position.resize(end);
+  write(s.position, begin, std::span<const std::uint32_t>(order.position));
+  for (const std::uint32_t walk : order.walk_end)
+    s.walk_end.push_back(static_cast<std::uint32_t>(begin) + walk);
 
+  // Kernels read whole groups.
+  const auto pad = [&](PagedRows& rows) {
+    rows.resize(padded);
+    for (std::int64_t i = end; i < padded; ++i) std::memset(rows.row(i), 0, sizeof(Positive16));
+  };
+  pad(s.odds);
+  write(s.odds, begin, std::span<const Positive16>(head.odds));
   if (has_codes(shape.sketch.kind)) {
-    codes_.resize(bytes(code_storage_bytes(sketch(shape), end)));
-    scales_.resize(padded);
-    if (begin == 0) {
-      // Any centre is allowed (softmax does not see it), so it is fixed at the first compression.
-      channel_means_.assign(static_cast<std::size_t>(shape.config.key_dim), 0.0f);
-      column_means(host_keys(shape), first_tokens, channel_means_);
-    }
+    const std::int64_t groups = s.codes.size();
+    s.codes.resize(padded / kSketchGroup);
+    for (std::int64_t g = groups; g < s.codes.size(); ++g)
+      std::memset(s.codes.row(g), 0, bytes(s.codes.row_bytes()));
+    pad(s.scale);
+    // Any centre is allowed (softmax does not see it), so it is fixed at the first compression.
+    if (begin == 0) column_means(host_keys(shape), head.first_tokens, s.basis->channel_means);
     for (std::int64_t i = begin; i < end; ++i) encode(shape, kernels, i, scratch);
   }
+  if (shape.clusters) take_clusters(head.clusters, end);
+  add_drawn(shape, head.drawn, s.drawn);
 
-  if (shape.clusters) {
-    const std::size_t row = bytes(shape.config.value_dim) * size_bytes(shape.storage);
-    const std::size_t count = bytes(clusters_of(end));
-    centroids_.resize(count * row);
-    std::copy(clusters.centroids.begin(), clusters.centroids.end(),
-              centroids_.end() - static_cast<std::ptrdiff_t>(clusters.centroids.size()));
-    spreads_.resize(count);
-    std::copy(clusters.spread.begin(), clusters.spread.end(),
-              spreads_.end() - static_cast<std::ptrdiff_t>(clusters.spread.size()));
+  if (window) {
+    window_ = std::move(*window);
+  } else {
+    window_.key.drop_front(end - begin);
+    window_.value.drop_front(end - begin);
   }
-
-  keep_drawn(shape, drawn, end);
-  // A fast tier that holds on to the memory of the prefill has saved nothing.
-  const std::size_t room = bytes(spare());
-  const std::size_t element = size_bytes(shape.storage);
-  shrink(resident_key_, room * bytes(shape.config.key_dim) * element);
-  shrink(resident_value_, room * bytes(shape.config.value_dim) * element);
-  shrink(resident_place_, room);
   scores_.drop_front(end - begin, spare());
   compressed_ = end;
 }
 
-void HeadStore::copy_row(const LayerShape& shape, std::uint32_t position, std::byte* key,
-                         std::byte* value) const noexcept {
-  const std::size_t key_bytes = bytes(shape.config.key_dim) * size_bytes(shape.storage);
-  const std::size_t value_bytes = bytes(shape.config.value_dim) * size_bytes(shape.storage);
-  const std::byte* row = host_.data() + position * (key_bytes + value_bytes);
-  std::memcpy(key, row, key_bytes);
-  std::memcpy(value, row + key_bytes, value_bytes);
+// The first of them may have begun before.
+void HeadStore::take_clusters(const Clusters& clusters, std::int64_t end) noexcept {
+  Sketched& s = *sketched_;
+  const std::int64_t count = clusters_of(end);
+  const std::int64_t first = count - static_cast<std::int64_t>(clusters.spread.size());
+  s.centroid.resize(count);
+  s.spread.resize(count);
+  write(s.spread, first, std::span<const Positive16>(clusters.spread));
+  const std::size_t row = bytes(s.centroid.row_bytes());
+  for (std::size_t c = 0; c < clusters.spread.size(); ++c) {
+    std::memcpy(s.centroid.row(first + static_cast<std::int64_t>(c)),
+                clusters.centroids.data() + c * row, row);
+  }
 }
 
-// The window's rows follow the drawn ones. Its first (end - compressed_) leave; the rest moves up
-// to make place for those that are drawn of them, which come back by place.
-void HeadStore::keep_drawn(const LayerShape& shape, std::span<const std::uint32_t> drawn,
-                           std::int64_t end) noexcept {
-  const std::size_t key_bytes = bytes(shape.config.key_dim) * size_bytes(shape.storage);
-  const std::size_t value_bytes = bytes(shape.config.value_dim) * size_bytes(shape.storage);
-  const std::size_t kept = static_cast<std::size_t>(drawn_residents_);
-  const std::size_t from = kept + static_cast<std::size_t>(end - compressed_);
-  const std::size_t window = resident_place_.size() - from;
-  const std::size_t to = kept + drawn.size();
-  std::memmove(resident_key_.data() + to * key_bytes, resident_key_.data() + from * key_bytes,
-               window * key_bytes);
-  std::memmove(resident_value_.data() + to * value_bytes,
-               resident_value_.data() + from * value_bytes, window * value_bytes);
-  std::copy_n(resident_place_.begin() + static_cast<std::ptrdiff_t>(from), window,
-              resident_place_.begin() + static_cast<std::ptrdiff_t>(to));
-  for (std::size_t k = 0; k < drawn.size(); ++k) {
-    const std::size_t slot = kept + k;
-    resident_place_[slot] = drawn[k];
-    copy_row(shape, order_.position[drawn[k]], resident_key_.data() + slot * key_bytes,
-             resident_value_.data() + slot * value_bytes);
+// Their rows come from the host tier.
+void HeadStore::add_drawn(const LayerShape& shape, std::span<const std::uint32_t> places,
+                          Drawn& drawn) const noexcept {
+  const std::size_t key = bytes(key_bytes(shape));
+  const std::size_t value = bytes(value_bytes(shape));
+  const std::int64_t before = drawn.size();
+  const std::int64_t after = before + static_cast<std::int64_t>(places.size());
+  drawn.key.resize(after);
+  drawn.value.resize(after);
+  drawn.place.resize(after);
+  write(drawn.place, before, places);
+  for (std::int64_t slot = before; slot < after; ++slot) {
+    const std::byte* const row = host_.row(position(drawn.place_of(slot)));
+    std::memcpy(drawn.key.row(slot), row, key);
+    std::memcpy(drawn.value.row(slot), row + key, value);
   }
-  resident_key_.resize((to + window) * key_bytes);
-  resident_value_.resize((to + window) * value_bytes);
-  resident_place_.resize(to + window);
-  drawn_residents_ = static_cast<std::int64_t>(to);
 }
 
-HeadStore::Residents HeadStore::redraw(const LayerShape& shape,
-                                       std::span<const std::uint32_t> drawn) const {
-  Residents result;
-  const std::size_t room = drawn.size() + bytes(tokens_ - compressed_ + spare());
-  result.place.reserve(room);
-  result.place.assign(drawn.begin(), drawn.end());
-  result.drawn = static_cast<std::int64_t>(drawn.size());
-  for (std::int64_t i = compressed_; i < tokens_; ++i)
-    result.place.push_back(static_cast<std::uint32_t>(i));
-
-  const std::size_t key_bytes = bytes(shape.config.key_dim) * size_bytes(shape.storage);
-  const std::size_t value_bytes = bytes(shape.config.value_dim) * size_bytes(shape.storage);
-  result.key.reserve(room * key_bytes);
-  result.value.reserve(room * value_bytes);
-  result.key.resize(result.place.size() * key_bytes);
-  result.value.resize(result.place.size() * value_bytes);
-  for (std::size_t slot = 0; slot < result.place.size(); ++slot) {
-    const std::uint32_t place = result.place[slot];
-    copy_row(shape, slot < drawn.size() ? order_.position[place] : place,
-             result.key.data() + slot * key_bytes, result.value.data() + slot * value_bytes);
-  }
+Drawn HeadStore::redraw(const LayerShape& shape, std::span<const std::uint32_t> places) const {
+  Drawn result(shape);
+  const std::int64_t count = static_cast<std::int64_t>(places.size());
+  result.key.reserve_more(count);
+  result.value.reserve_more(count);
+  result.place.reserve_more(count);
+  if (sketched_) add_drawn(shape, places, result);
   return result;
 }
 
-void HeadStore::take(Residents&& residents) noexcept {
-  resident_key_ = std::move(residents.key);
-  resident_value_ = std::move(residents.value);
-  resident_place_ = std::move(residents.place);
-  drawn_residents_ = residents.drawn;
+void HeadStore::take(Drawn&& drawn) noexcept {
+  if (sketched_) sketched_->drawn = std::move(drawn);
 }
 
-void HeadStore::add_memory(const LayerShape& shape, MemoryReport& report) const {
-  const auto used = [](const auto& vector) {
-    return static_cast<std::int64_t>(vector.size() * sizeof(vector[0]));
+HeadStore HeadStore::fork() {
+  HeadStore result(host_.fork(), window_.fork());
+  result.compressed_ = compressed_;
+  result.scores_ = scores_;
+  result.room_ = tokens();
+  if (compressed_ > 0) result.sketched_ = sketched_->fork();
+  return result;
+}
+
+void HeadStore::add_memory(MemoryReport& report, bool exclusive) const {
+  const auto add = [&](std::int64_t& to, const PagedRows& rows) {
+    const RowBytes held = exclusive ? rows.exclusive_bytes() : rows.bytes();
+    to += held.used;
+    report.reserved_bytes += held.spare;
   };
-  const auto unused = [&report](const auto& vector) {
-    report.reserved_bytes +=
-        static_cast<std::int64_t>((vector.capacity() - vector.size()) * sizeof(vector[0]));
-  };
-  report.host_bytes += tokens_ * shape.row_bytes();
-  report.resident_bytes += used(resident_key_) + used(resident_value_);
-  report.sketch_bytes += used(codes_) + used(scales_) + used(channel_means_) + used(basis_.query) +
-                         used(centroids_) + used(spreads_);
-  report.basis_bytes += used(basis_.encode) + order_.bytes();
-  report.metadata_bytes += used(resident_place_) + used(odds_) + scores_.bytes();
+  report.reserved_bytes += static_cast<std::int64_t>(sizeof *this);
+  add(report.host_bytes, host_);
+  add(report.resident_bytes, window_.key);
+  add(report.resident_bytes, window_.value);
+  report.metadata_bytes += scores_.bytes();
   report.reserved_bytes += scores_.spare_bytes();
-  unused(host_);
-  unused(resident_key_);
-  unused(resident_value_);
-  unused(resident_place_);
-  unused(codes_);
-  unused(scales_);
-  unused(odds_);
-  unused(centroids_);
-  unused(spreads_);
-  unused(order_.position);
-  unused(order_.walk_end);
+  if (!sketched_) return;
+  const Sketched& s = *sketched_;
+  report.reserved_bytes += static_cast<std::int64_t>(sizeof s);
+  add(report.resident_bytes, s.drawn.key);
+  add(report.resident_bytes, s.drawn.value);
+  add(report.metadata_bytes, s.drawn.place);
+  add(report.metadata_bytes, s.odds);
+  add(report.sketch_bytes, s.codes);
+  add(report.sketch_bytes, s.scale);
+  add(report.sketch_bytes, s.centroid);
+  add(report.sketch_bytes, s.spread);
+  add(report.basis_bytes, s.position);
+  report.basis_bytes += used_bytes(s.walk_end);
+  report.reserved_bytes += static_cast<std::int64_t>((s.walk_end.capacity() - s.walk_end.size()) *
+                                                     sizeof(std::uint32_t));
+  if (exclusive && s.basis.use_count() > 1) return;
+  // Of a first compression that failed, nothing counts yet.
+  (compressed_ > 0 ? report.sketch_bytes : report.reserved_bytes) += s.basis->fast_bytes();
+  report.basis_bytes += s.basis->main_bytes();
 }
 
 }  // namespace verkv::cpu

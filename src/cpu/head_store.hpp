@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <new>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -15,6 +17,7 @@
 
 #include "compression.hpp"
 #include "cpu/kernels.hpp"
+#include "cpu/paged_rows.hpp"
 #include "cpu/window_scores.hpp"
 #include "rows.hpp"
 #include "sketch_basis.hpp"
@@ -59,113 +62,218 @@ struct LayerShape {
   }
 };
 
+// Pages of what is held by place: whole blocks of the order of sums, so that pieces of a sketch are
+// summed as one.
+inline constexpr int kPlaceShift = 9;
+static_assert(std::int64_t{1} << kPlaceShift == kBlockTokens);
+
+// The local window on the fast tier, by position from the first token that is not compressed.
+struct Window {
+  explicit Window(const LayerShape& shape);
+  PagedRows key;
+  PagedRows value;
+
+  Window fork();
+};
+
+// The drawn residents, in order of place: their rows on the fast tier, and their places.
+struct Drawn {
+  explicit Drawn(const LayerShape& shape);
+  PagedRows key;
+  PagedRows value;
+  PagedRows place;  // std::uint32_t
+
+  std::int64_t size() const { return place.size(); }
+  // Calls f(slot, place) for slots [0, size()).
+  template <class F>
+  void each_place(F&& f) const;
+  std::uint32_t place_of(std::int64_t slot) const {
+    return reinterpret_cast<const std::uint32_t*>(
+        place.pages()[slot >> kPageShift])[slot & (kPageRows - 1)];
+  }
+  Drawn fork();
+};
+
+// What a head's first compression fixes. Shared by forks.
+struct HeadBasis {
+  SketchBasis sketch;  // empty where the sketch is exact
+  std::vector<float> channel_means;
+  OrderDirections directions;
+
+  std::int64_t fast_bytes() const;
+  std::int64_t main_bytes() const;
+};
+
+// Sketch and odds of the compressed tokens, by place, and their residents.
+struct Sketched {
+  Sketched(const LayerShape& shape, const SketchShape& codes);
+  PagedRows codes;                      // whole groups of kSketchGroup places
+  PagedRows scale;                      // Positive16, whole groups
+  PagedRows odds;                       // Positive16, whole groups
+  PagedRows centroid;                   // by cluster, none unless the layer estimates by clusters
+  PagedRows spread;                     // Positive16, likewise
+  PagedRows position;                   // std::uint32_t; main memory
+  std::vector<std::uint32_t> walk_end;  // HeadOrder::walk_end
+  Drawn drawn;
+  std::shared_ptr<HeadBasis> basis;
+
+  std::unique_ptr<Sketched> fork();
+};
+
 // Positions [0, compressed) have sketch and odds, which lie in the order of HeadOrder, by *place*;
 // of them only the drawn ones are resident. Positions [compressed, tokens) are the local window:
-// all resident, and their places are their positions.
+// all resident, and their places are their positions. Resident slots: the drawn ones, then the
+// window.
 class HeadStore {
  public:
-  std::int64_t tokens() const { return tokens_; }
+  explicit HeadStore(const LayerShape& shape);
+
+  std::int64_t tokens() const { return host_.size(); }
   std::int64_t compressed() const { return compressed_; }
-  std::int64_t residents() const { return static_cast<std::int64_t>(resident_place_.size()); }
-  // Residents that belong to the compressed part; they come first, in order of place.
-  std::int64_t drawn_residents() const { return drawn_residents_; }
+  std::int64_t drawn_residents() const { return sketched_ ? sketched_->drawn.size() : 0; }
+  std::int64_t residents() const { return drawn_residents() + window_.key.size(); }
 
   // Host tier: key and value of a token side by side, indexed by position.
   Rows host_keys(const LayerShape& shape) const;
   Rows host_values(const LayerShape& shape) const;
-  // Fast tier, indexed by resident slot; place of each slot.
-  Rows resident_keys(const LayerShape& shape) const;
-  Rows resident_values(const LayerShape& shape) const;
-  std::span<const std::uint32_t> resident_places() const { return resident_place_; }
+  const Window& window() const { return window_; }
+  const Drawn& drawn() const { return sketched_->drawn; }
 
-  // Sketch and odds of places [0, compressed), readable up to the next multiple of 16.
-  const std::uint8_t* codes() const { return codes_.data(); }
-  const Positive16* scales() const { return scales_.data(); }
-  const Positive16* odds() const { return odds_.data(); }
-  std::span<const float> channel_means() const { return channel_means_; }
+  // Of places, which lie in pieces: f(first, count), each from a multiple of kBlockTokens.
+  template <class F>
+  void each_piece(F&& f) const;
+  // From a place on, up to the end of its piece, whole groups of 16.
+  const std::uint8_t* codes(std::int64_t place) const {
+    return reinterpret_cast<const std::uint8_t*>(sketched_->codes.row(place / kSketchGroup));
+  }
+  const Positive16* scales(std::int64_t place) const {
+    return at<Positive16>(sketched_->scale, place);
+  }
+  const Positive16* odds(std::int64_t place) const {
+    return at<Positive16>(sketched_->odds, place);
+  }
+  std::uint32_t position(std::int64_t place) const {
+    return *at<std::uint32_t>(sketched_->position, place);
+  }
+  // f(first, count) for the positions of places that lie side by side, which positions(first) has.
+  template <class F>
+  void each_position(F&& f) const;
+  const std::uint32_t* positions(std::int64_t first) const {
+    return at<std::uint32_t>(sketched_->position, first);
+  }
   // Fast tier, by cluster; none unless the layer estimates by clusters.
   Rows centroids(const LayerShape& shape) const;
-  std::span<const Positive16> spreads() const { return spreads_; }
+  Positive16 spread(std::int64_t cluster) const {
+    return *reinterpret_cast<const Positive16*>(sketched_->spread.row(cluster));
+  }
   // The form of the codes.
   const SketchShape& sketch(const LayerShape& shape) const {
-    return has_codes(shape.sketch.kind) ? basis_.shape : shape.sketch;
+    return has_codes(shape.sketch.kind) && sketched_ ? basis().sketch.shape : shape.sketch;
   }
-  // Empty until the first compression, and where the sketch is exact.
-  const SketchBasis& basis() const { return basis_; }
+  // Only after the first compression.
+  const HeadBasis& basis() const { return *sketched_->basis; }
+  // Copies. Allocate.
+  HeadOrder order() const;
+  std::vector<Positive16> all_odds() const;
 
   // Room for `count` more tokens; afterwards append of them cannot fail, also where a compression or
   // a redraw comes between. scores: whether queries of these tokens are to score the local window.
-  void reserve_append(const LayerShape& shape, std::int64_t count, bool scores);
+  void reserve_append(std::int64_t count, bool scores);
+  // Whether append of so many writes to memory that no fork holds, and needs no more of it.
+  bool has_room(std::int64_t count) const;
   // Adds tokens of KV head `head` of the views, already checked to fit the storage type.
   void append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
               std::int64_t head, bool scores) noexcept;
   // Keeps the first `tokens`, at least compressed().
-  void truncate(const LayerShape& shape, std::int64_t tokens) noexcept;
+  void truncate(std::int64_t tokens) noexcept;
 
-  // Before the first compression, unless the sketch is exact.
-  void take(SketchBasis&& basis) noexcept { basis_ = std::move(basis); }
-
-  const HeadOrder& order() const { return order_; }
-  // Places of the tokens that are compressed next; after reserve of them take cannot fail.
-  void reserve(const HeadOrder& more) { reserve_places(order_, more); }
-  void take(HeadOrder&& more) noexcept { take_places(order_, std::move(more)); }
-
-  // Room to compress up to position `end` with codes of this form; afterwards compress of them
-  // cannot fail.
-  void reserve_compress(const LayerShape& shape, const SketchShape& codes, std::int64_t end);
-  // Compresses positions [compressed, compressed + odds.size()) with these odds, by place; the
-  // places in `drawn`, ascending, stay resident. After take of their order, the first time also of
-  // a basis; the keys' centre is then that of the first first_tokens. scratch: twice key_dim rounded
-  // up to 16, in floats.
-  void compress(const LayerShape& shape, const Kernels& kernels, std::span<const Positive16> odds,
-                std::int64_t first_tokens, std::span<const std::uint32_t> drawn,
-                const Clusters& clusters, std::span<float> scratch) noexcept;
+  // What the compressor is told of the head; valid until the head changes.
+  HeadRows rows(const LayerShape& shape) const;
+  // Room for this compression, with codes of this form; afterwards compress of it cannot fail. The
+  // result is the window that is left where it moves.
+  std::optional<Window> reserve_compress(const LayerShape& shape, const SketchShape& codes,
+                                         const HeadCompression& head);
+  // Compresses positions [compressed, head.end()); takes basis and order out of `head`. The keys'
+  // centre is that of the first head.first_tokens, at a first compression.
+  // scratch: twice key_dim rounded up to 16, in floats.
+  void compress(const LayerShape& shape, const Kernels& kernels, HeadCompression& head,
+                std::optional<Window>&& window, std::span<float> scratch) noexcept;
   // The residents where `drawn`, ascending, are those of the compressed part; take puts them in
   // place of those that are there.
-  struct Residents {
-    AlignedVector<std::byte> key;
-    AlignedVector<std::byte> value;
-    std::vector<std::uint32_t> place;
-    std::int64_t drawn = 0;
-  };
-  Residents redraw(const LayerShape& shape, std::span<const std::uint32_t> drawn) const;
-  void take(Residents&& residents) noexcept;
+  Drawn redraw(const LayerShape& shape, std::span<const std::uint32_t> drawn) const;
+  void take(Drawn&& drawn) noexcept;
+
+  // A store that holds the same, without room for more. Rows and sketch are shared until one of the
+  // two writes to their last pages; scores of the window are copied, since steps write to them.
+  HeadStore fork();
 
   WindowScores& window_scores() { return scores_; }
   const WindowScores& window_scores() const { return scores_; }
+  // Tokens that there is room for beyond those that are there.
+  std::int64_t spare() const { return std::max<std::int64_t>(0, room_ - tokens()); }
 
-  void add_memory(const LayerShape& shape, MemoryReport& report) const;
+  // exclusive: only what no fork holds too.
+  void add_memory(MemoryReport& report, bool exclusive) const;
 
  private:
-  // Tokens that there is room for beyond those that are there.
-  std::int64_t spare() const { return std::max<std::int64_t>(0, room_ - tokens_); }
+  HeadStore(PagedRows host, Window window) : host_(std::move(host)), window_(std::move(window)) {}
+
+  // Of what is held by place, from place 0 on.
+  template <class T>
+  static const T* at(const PagedRows& rows, std::int64_t place) {
+    return reinterpret_cast<const T*>(rows.pages()[place >> kPlaceShift]) +
+           (place & (kBlockTokens - 1));
+  }
   void encode(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
               std::span<float> scratch) noexcept;
-  void keep_drawn(const LayerShape& shape, std::span<const std::uint32_t> drawn,
-                  std::int64_t end) noexcept;
-  // Copies the row of a compressed token from the host tier to a resident slot.
-  void copy_row(const LayerShape& shape, std::uint32_t position, std::byte* key,
-                std::byte* value) const noexcept;
+  void take_clusters(const Clusters& clusters, std::int64_t end) noexcept;
+  void add_drawn(const LayerShape& shape, std::span<const std::uint32_t> places,
+                 Drawn& drawn) const noexcept;
 
-  std::int64_t tokens_ = 0;
   std::int64_t compressed_ = 0;
-  std::int64_t drawn_residents_ = 0;
-  AlignedVector<std::byte> host_;
-  AlignedVector<std::byte> resident_key_;
-  AlignedVector<std::byte> resident_value_;
-  std::vector<std::uint32_t> resident_place_;
-  AlignedVector<std::uint8_t> codes_;
-  std::vector<Positive16> scales_;
-  std::vector<Positive16> odds_;
-  std::vector<float> channel_means_;
-  AlignedVector<std::byte> centroids_;
-  std::vector<Positive16> spreads_;
-  SketchBasis basis_;
-  HeadOrder order_;
+  PagedRows host_;
+  Window window_;
   WindowScores scores_;
   // There is room for so many tokens.
   std::int64_t room_ = 0;
+  std::unique_ptr<Sketched> sketched_;  // null before the first compression
 };
+
+// Calls f(first, count) for rows [0, rows.size()) in pieces that lie side by side.
+template <class F>
+void each_run(const PagedRows& rows, F&& f) {
+  for (std::int64_t i = 0; i < rows.size();) {
+    const std::int64_t end = rows.run_end(i);
+    f(i, end - i);
+    i = end;
+  }
+}
+
+template <class F>
+void Drawn::each_place(F&& f) const {
+  each_run(place, [&](std::int64_t first, std::int64_t count) {
+    const auto* at = reinterpret_cast<const std::uint32_t*>(place.row(first));
+    for (std::int64_t i = 0; i < count; ++i) f(first + i, at[i]);
+  });
+}
+
+template <class F>
+void HeadStore::each_position(F&& f) const {
+  if (sketched_) each_run(sketched_->position, f);
+}
+
+template <class F>
+void HeadStore::each_piece(F&& f) const {
+  for (std::int64_t i = 0; i < compressed_;) {
+    std::int64_t end = std::min(compressed_, sketched_->odds.run_end(i));
+    if (sketched_->scale.size() > 0) {
+      end = std::min({end, sketched_->scale.run_end(i),
+                      sketched_->codes.run_end(i / kSketchGroup) * kSketchGroup});
+    }
+    f(i, end - i);
+    i = end;
+  }
+}
 
 }  // namespace verkv::cpu
 

@@ -46,18 +46,23 @@ struct PlanArrays {
 
 // Odds are those of the compressed tokens, infinite for tokens of H; w and rho are the weight and
 // the odds of a token. All comparisons are in binary32.
+//
+// The odds of a head lie in pieces that begin at multiples of kBlockTokens. Kernels that read them
+// are called once for each piece, in order, and go on where the call before ended: what they say of
+// their sums and of their lists is of all pieces together, and has the bits of one call.
 struct Kernels {
   // The instruction set.
   const char* name;
 
-  // out[h][i] = q[h] . row(index ? index[i] : i), 0 <= i < count.
+  // out[h][i] = q[h] . row(index ? index[i] : i), 0 <= i < count. The rows may lie in pages.
   //   q: [heads][q_stride], zero-padded to a multiple of 16
   // Coordinate j is added to lane j % 16 by fma, ascending; fold16. Reads no element past a row's
   // end.
   void (*dot_rows)(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* q,
                    int heads, std::int64_t q_stride, float* out, std::int64_t out_stride);
 
-  // out[h][j] += sum over i of c[h][i] * row(index ? index[i] : i)[j], 0 <= i < count.
+  // out[h][j] += sum over i of c[h][i] * row(index ? index[i] : i)[j], 0 <= i < count. The rows may
+  // lie in pages.
   // Blocks of kBlockRows rows: fma ascending from 0, then one addition to out.
   void (*weighted_rows)(const Rows& rows, const std::uint32_t* index, std::int64_t count,
                         const float* c, int heads, std::int64_t c_stride, float* out,
@@ -76,9 +81,9 @@ struct Kernels {
                         float* out_largest);
 
   // In place: w[h][i] = odds finite ? weight_exp(w[h][i] - shift[h]) : 0.
-  //   out_sum[h]: lane sum of w
+  //   sum[h]: lane sum of w; 0 before the first piece
   void (*weights)(float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-                  int heads, const float* shift, double* out_sum);
+                  int heads, const float* shift, double* sum);
 
   // For each cluster of kClusterTokens tokens of one head: out_sum of w, out_square of w^2, as
   // fold16 of lanes.
@@ -100,29 +105,34 @@ struct Kernels {
 
   // Lane sums of w and rho over the tokens with w > beta * rho. Tokens of H have w = 0 and never
   // pass.
+  //   weight_sum, odds_sum: 0 before the first piece
   void (*beta_sums)(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-                    int heads, const float* beta, double* out_weight, double* out_odds);
+                    int heads, const float* beta, double* weight_sum, double* odds_sum);
 
   // Over the tokens with w > 0: the lane sum of variance_term, the max of jump_term
   // (certificate.hpp).
+  //   variance_sum, largest_jump: 0 before the first piece
   void (*tail_sums)(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-                    int heads, const float* beta, double* out_variance, float* out_jump);
+                    int heads, const float* beta, double* variance_sum, float* largest_jump);
 
-  // Appends to out, ascending, every token that some head asks for: w > 0 and
+  // Writes to out, ascending, first + i for every token i of the piece that some head asks for:
+  // w > 0 and
   //   fetch_worth(w, rho, beta[h]) > worth_threshold[h], or w > weight_threshold[h],
   // where a negative worth_threshold takes every token with w > 0.
   //   out: room for count + 16
   //   out_planned[h]: raised by the number of tokens that head h asks for
-  // Returns how many tokens were appended.
+  // Returns how many tokens were written.
   std::int64_t (*select_tokens)(const float* w, std::int64_t stride, const Positive16* odds,
-                                std::int64_t count, int heads, const float* beta,
-                                const float* worth_threshold, const float* weight_threshold,
-                                std::uint32_t* out, std::int64_t* out_planned);
+                                std::int64_t first, std::int64_t count, int heads,
+                                const float* beta, const float* worth_threshold,
+                                const float* weight_threshold, std::uint32_t* out,
+                                std::int64_t* out_planned);
 
-  // Fills `plan` with the tokens of one head that have w > 0, ascending, and what they are worth.
-  //   plan: arrays with room for count + 16
-  void (*plan_start)(const float* w, const Positive16* odds, std::int64_t count, float beta,
-                     PlanArrays& plan);
+  // Adds to `plan` the tokens of one head that have w > 0, ascending, as place first + i, and what
+  // they are worth.
+  //   plan: arrays with room for count + 16 more
+  void (*plan_start)(const float* w, const Positive16* odds, std::int64_t first, std::int64_t count,
+                     float beta, PlanArrays& plan);
 
   // beta_sums and tail_sums over the tokens of the plan with worth <= threshold; lanes and blocks
   // are by index in the arrays.

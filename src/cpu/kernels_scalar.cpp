@@ -17,6 +17,8 @@ namespace {
 // A lane sum over tokens (sum_order.hpp).
 class LaneSum {
  public:
+  // Goes on from the sum of the blocks before.
+  explicit LaneSum(double before = 0) : total_(before) {}
   void add(std::int64_t i, float x) {
     if (i % kBlockTokens == 0 && i > 0) flush();
     lane_[i % kLanes] += x;
@@ -32,7 +34,7 @@ class LaneSum {
     for (float& x : lane_) x = 0;
   }
   float lane_[kLanes] = {};
-  double total_ = 0;
+  double total_;
 };
 
 void dot_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* q,
@@ -87,15 +89,15 @@ void sketch_logits(const SketchShape& shape, const std::uint8_t* codes, const Po
 }
 
 void weights(float* w, std::int64_t stride, const Positive16* odds, std::int64_t count, int heads,
-             const float* shift, double* out_sum) {
+             const float* shift, double* sums) {
   for (int h = 0; h < heads; ++h) {
-    LaneSum sum;
+    LaneSum sum(sums[h]);
     for (std::int64_t i = 0; i < count; ++i) {
       float& x = w[h * stride + i];
       x = odds[i].bits < kPositive16Infinity.bits ? weight_exp(x - shift[h]) : 0.0f;
       sum.add(i, x);
     }
-    out_sum[h] = sum.total();
+    sums[h] = sum.total();
   }
 }
 
@@ -152,9 +154,10 @@ void cluster_counts(const float* y, const std::uint32_t* cluster, const float* s
 }
 
 void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-               int heads, const float* beta, double* out_weight, double* out_odds) {
+               int heads, const float* beta, double* weight_sum, double* odds_sum) {
   for (int h = 0; h < heads; ++h) {
-    LaneSum weight, odd;
+    LaneSum weight(weight_sum[h]);
+    LaneSum odd(odds_sum[h]);
     for (std::int64_t i = 0; i < count; ++i) {
       const float x = w[h * stride + i];
       const float rho = to_float(odds[i]);
@@ -162,29 +165,29 @@ void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std:
       weight.add(i, in ? x : 0.0f);
       odd.add(i, in ? rho : 0.0f);
     }
-    out_weight[h] = weight.total();
-    out_odds[h] = odd.total();
+    weight_sum[h] = weight.total();
+    odds_sum[h] = odd.total();
   }
 }
 
 void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-               int heads, const float* beta, double* out_variance, float* out_jump) {
+               int heads, const float* beta, double* variance_sum, float* largest_jump) {
   for (int h = 0; h < heads; ++h) {
-    LaneSum variance;
-    float jump = 0;
+    LaneSum variance(variance_sum[h]);
+    float jump = largest_jump[h];
     for (std::int64_t i = 0; i < count; ++i) {
       const float x = w[h * stride + i];
       const float rho = to_float(odds[i]);
       variance.add(i, x > 0 ? variance_term(x, rho, beta[h]) : 0.0f);
       if (x > 0) jump = std::fmax(jump, jump_term(x, rho, beta[h]));
     }
-    out_variance[h] = variance.total();
-    out_jump[h] = jump;
+    variance_sum[h] = variance.total();
+    largest_jump[h] = jump;
   }
 }
 
 std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16* odds,
-                           std::int64_t count, int heads, const float* beta,
+                           std::int64_t first, std::int64_t count, int heads, const float* beta,
                            const float* worth_threshold, const float* weight_threshold,
                            std::uint32_t* out, std::int64_t* out_planned) {
   std::int64_t found = 0;
@@ -198,21 +201,20 @@ std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16
       out_planned[h] += wanted;
       any = any || wanted;
     }
-    if (any) out[found++] = static_cast<std::uint32_t>(i);
+    if (any) out[found++] = static_cast<std::uint32_t>(first + i);
   }
   return found;
 }
 
-void plan_start(const float* w, const Positive16* odds, std::int64_t count, float beta,
-                PlanArrays& plan) {
-  plan.count = 0;
+void plan_start(const float* w, const Positive16* odds, std::int64_t first, std::int64_t count,
+                float beta, PlanArrays& plan) {
   for (std::int64_t i = 0; i < count; ++i) {
     if (!(w[i] > 0)) continue;
     const float rho = to_float(odds[i]);
     plan.weight[plan.count] = w[i];
     plan.odds[plan.count] = rho;
     plan.worth[plan.count] = fetch_worth(w[i], rho, beta);
-    plan.place[plan.count] = static_cast<std::uint32_t>(i);
+    plan.place[plan.count] = static_cast<std::uint32_t>(first + i);
     ++plan.count;
   }
 }

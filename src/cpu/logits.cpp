@@ -24,13 +24,24 @@ void load_queries(HeadGroup& group, std::span<const StepArguments> rows) {
 
 void resident_logits(HeadGroup& group) {
   group.in_parts([&](int first, int heads) {
-    group.kernels.dot_rows(group.store.resident_keys(group.shape), nullptr, group.residents,
-                           group.query(first), heads, group.query_stride,
-                           group.resident_logit(first), group.resident_stride);
+    const auto products = [&](const PagedRows& keys, std::int64_t rows, std::int64_t first_slot) {
+      each_run(keys, [&](std::int64_t i, std::int64_t count) {
+        const std::int64_t dim = group.shape.config.key_dim;
+        if (i >= rows) return;
+        group.kernels.dot_rows({keys.row(i), group.shape.storage, dim, static_cast<int>(dim)},
+                               nullptr, std::min(count, rows - i), group.query(first), heads,
+                               group.query_stride, group.resident_logit(first) + first_slot + i,
+                               group.resident_stride);
+      });
+    };
+    if (group.drawn > 0) products(group.store.drawn().key, group.drawn, 0);
+    products(group.store.window().key, group.residents - group.drawn, group.drawn);
   });
-  const std::span<const std::uint32_t> place = group.store.resident_places();
-  for (std::int64_t i = 0; i < group.drawn; ++i)
-    group.workspace.slot_odds[at(i)] = group.odds(place[at(i)]);
+  if (group.drawn > 0) {
+    group.store.drawn().each_place([&](std::int64_t slot, std::uint32_t place) {
+      group.workspace.slot_odds[at(slot)] = group.odds(place);
+    });
+  }
   for (int h = 0; h < group.heads; ++h) group.cap_softly(group.resident_logit(h), group.residents);
 }
 
@@ -43,9 +54,11 @@ void find_largest_low(HeadGroup& group, int h) {
 
 void logits_of_full_keys(HeadGroup& group) {
   group.in_parts([&](int first, int heads) {
-    group.kernels.dot_rows(group.store.host_keys(group.shape), group.store.order().position.data(),
-                           group.compressed, group.query(first), heads, group.query_stride,
-                           group.weight(first), group.weight_stride);
+    group.store.each_position([&](std::int64_t i, std::int64_t count) {
+      group.kernels.dot_rows(group.store.host_keys(group.shape), group.store.positions(i), count,
+                             group.query(first), heads, group.query_stride, group.weight(first) + i,
+                             group.weight_stride);
+    });
   });
   for (int h = 0; h < group.heads; ++h) {
     group.cap_softly(group.weight(h), group.compressed);
@@ -54,7 +67,7 @@ void logits_of_full_keys(HeadGroup& group) {
 }
 
 HeadConstants encode_head(HeadGroup& group, int h) {
-  const std::span<const float> mean = group.store.channel_means();
+  const std::span<const float> mean = group.store.basis().channel_means;
   double share = 0;
   for (std::size_t j = 0; j < mean.size(); ++j)
     share += static_cast<double>(group.query(h)[j]) * static_cast<double>(mean[j]);
@@ -62,24 +75,30 @@ HeadConstants encode_head(HeadGroup& group, int h) {
       std::span<const float>(group.basis_query(h), at(group.store.sketch(group.shape).dim)),
       std::span<std::int8_t>(group.code_query(h), at(group.code_stride)));
   return {.query_sum = encoded.sum,
-          .factor = encoded.scale * group.store.basis().unit,
+          .factor = encoded.scale * group.store.basis().sketch.unit,
           .shift = static_cast<float>(share)};
 }
 
 void logits_of_codes(HeadGroup& group, int first, int heads) {
   const HeadStore& store = group.store;
-  const SketchBasis& basis = store.basis();
+  const SketchBasis& basis = store.basis().sketch;
   const std::int64_t dim = group.shape.config.key_dim;
   std::array<HeadConstants, kMaxHeads> constants;
   std::array<float, kMaxHeads> largest{};
+  std::array<float, kMaxHeads> largest_of_piece{};
+  largest.fill(-kInfinity);
   group.kernels.dot_rows({basis.query.data(), DType::f16, dim, static_cast<int>(dim)}, nullptr,
                          basis.shape.dim, group.query(first), heads, group.query_stride,
                          group.basis_query(first), group.query_stride);
   for (int h = 0; h < heads; ++h) constants[at(h)] = encode_head(group, first + h);
-  group.kernels.sketch_logits(store.sketch(group.shape), store.codes(), store.scales(),
-                              store.odds(), group.compressed, group.code_query(first), heads,
-                              group.code_stride, constants.data(), group.weight(first),
-                              group.weight_stride, largest.data());
+  store.each_piece([&](std::int64_t i, std::int64_t count) {
+    group.kernels.sketch_logits(store.sketch(group.shape), store.codes(i), store.scales(i),
+                                store.odds(i), count, group.code_query(first), heads,
+                                group.code_stride, constants.data(), group.weight(first) + i,
+                                group.weight_stride, largest_of_piece.data());
+    for (int h = 0; h < heads; ++h)
+      largest[at(h)] = std::max(largest[at(h)], largest_of_piece[at(h)]);
+  });
   for (int h = 0; h < heads; ++h) {
     if (group.shape.soft_cap > 0) {
       group.cap_softly(group.weight(first + h), group.compressed);

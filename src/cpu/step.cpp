@@ -62,10 +62,10 @@ class Step {
       std::array<float, kMaxHeads> shift{};
       std::array<double, kMaxHeads> sum{};
       for (int h = 0; h < heads; ++h) shift[at(h)] = state(first + h).shift;
-      if (group_.compressed > 0) {
-        group_.kernels.weights(group_.weight(first), group_.weight_stride, store_.odds(),
-                               group_.compressed, heads, shift.data(), sum.data());
-      }
+      store_.each_piece([&](std::int64_t i, std::int64_t count) {
+        group_.kernels.weights(group_.weight(first) + i, group_.weight_stride, store_.odds(i),
+                               count, heads, shift.data(), sum.data());
+      });
       for (int h = 0; h < heads; ++h) state(first + h).denominator = sum[at(h)];
       resident_weights(first, heads, shift.data());
     });
@@ -91,20 +91,20 @@ class Step {
   // whose logits are computed from the host's keys. They overwrite the sketched weights, so those
   // that lambda needs are kept first.
   void gather(std::int64_t fetched) {
-    const std::span<const std::uint32_t> place = store_.resident_places();
-    const std::vector<std::uint32_t>& position = store_.order().position;
     std::int64_t next = 0;
     moved_ = 0;
-    const auto move_next = [&] { ws_.moved[at(moved_++)] = position[ws_.fetched[at(next++)]]; };
-    for (std::int64_t i = 0; i < group_.drawn; ++i) {
-      const std::uint32_t p = place[at(i)];
+    const auto move_next = [&] {
+      ws_.moved[at(moved_++)] = store_.position(ws_.fetched[at(next++)]);
+    };
+    const auto take = [&](std::int64_t i, std::uint32_t p) {
       while (next < fetched && ws_.fetched[at(next)] < p) move_next();
       const bool is_fetched = next < fetched && ws_.fetched[at(next)] == p;
       if (is_fetched) ++next;
       const bool exact = is_fetched || ws_.slot_odds[at(i)] == kInfinity;
       for (int h = 0; h < group_.heads; ++h)
         group_.resident_sketched(h)[i] = exact ? -1.0f : group_.weight(h)[p];
-    }
+    };
+    if (group_.drawn > 0) store_.drawn().each_place(take);
     while (next < fetched) move_next();
     if (moved_ == 0) return;
     group_.in_parts([&](int first, int heads) {
@@ -127,9 +127,14 @@ class Step {
     }
     group_.in_parts([&](int first, int heads) {
       float* out = ws_.output.data() + first * dim;
-      group_.kernels.weighted_rows(store_.resident_values(group_.shape), nullptr, group_.residents,
-                                   group_.resident_weight(first), heads, group_.resident_stride,
-                                   out, dim);
+      const auto add = [&](const PagedRows& values, std::int64_t count, std::int64_t first_slot) {
+        group_.kernels.weighted_rows({nullptr, group_.shape.storage, dim, static_cast<int>(dim),
+                                      values.pages(), values.first(), 0},
+                                     nullptr, count, group_.resident_weight(first) + first_slot,
+                                     heads, group_.resident_stride, out, dim);
+      };
+      if (group_.drawn > 0) add(store_.drawn().value, group_.drawn, 0);
+      add(store_.window().value, group_.residents - group_.drawn, group_.drawn);
       if (moved_ > 0) {
         group_.kernels.weighted_rows(store_.host_values(group_.shape), ws_.moved.data(), moved_,
                                      group_.weight(first), heads, group_.weight_stride, out, dim);

@@ -195,10 +195,10 @@ struct HeadGroup {
   float* resident_sketched(int h) {
     return workspace.resident_sketched.data() + h * resident_stride;
   }
-  float odds(std::int64_t place) const { return to_float(store.odds()[place]); }
+  float odds(std::int64_t place) const { return to_float(*store.odds(place)); }
   // Whether a compressed token belongs to L.
   bool is_low(std::int64_t place) const {
-    return store.odds()[place].bits < kPositive16Infinity.bits;
+    return store.odds(place)->bits < kPositive16Infinity.bits;
   }
 
   // Calls f(slot) for the residents of H: drawn slots with infinite odds, then the local window.

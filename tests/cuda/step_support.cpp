@@ -6,15 +6,18 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <type_traits>
+#include <utility>
 
 #include <verkv/clusters.hpp>
 #include <verkv/inclusion.hpp>
 #include <verkv/sketch_error.hpp>
 
 #include "compression.hpp"
+#include "support/flat_head.hpp"
 #include "tolerance.hpp"
 
 namespace verkv::cuda::test {
@@ -56,7 +59,8 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
   shape_.clusters = setup.clusters;
   shape_.sketch =
       largest_sketch_shape(setup.sketch.kind, setup.sketch.bits, static_cast<int>(setup.key_dim));
-  stores_.resize(setup.lengths.size() * index(setup.kv_heads));
+  for (std::size_t i = 0; i < setup.lengths.size() * index(setup.kv_heads); ++i)
+    stores_.emplace_back(shape_);
   for (std::size_t slot = 0; slot < setup.lengths.size(); ++slot) {
     const Setup::Length& length = setup.lengths[slot];
     fill(static_cast<int>(slot), length.tokens);
@@ -69,26 +73,26 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
         odds[i] = i < 4 || r > 0.9 ? kPositive16Infinity : stored_odds(r);
       }
       cpu::HeadStore& store = this->store(static_cast<int>(slot), h);
+      HeadCompression head;
       if (setup.sketch.kind != SketchKind::exact) {
         std::normal_distribution<double> normal;
         std::vector<float> queries(index(6 * setup.key_dim));
         for (float& x : queries) x = static_cast<float>(normal(random_));
-        store.take(
-            make_basis(setup.sketch.bits, store.host_keys(shape_), odds, nullptr, queries, 5));
+        head.basis =
+            make_basis(setup.sketch.bits, store.host_keys(shape_), odds, nullptr, queries, 5);
       }
-      const HeadOrder order = shuffled(length.compressed, setup.seed + 10 * slot + index(h));
-      odds = odds_by_place(odds, 0, order);
+      head.order = shuffled(length.compressed, setup.seed + 10 * slot + index(h));
+      head.odds = odds_by_place(odds, 0, head.order);
+      head.first_tokens = length.compressed;
       const DrawId name{3, slot, 0, static_cast<std::uint32_t>(h)};
-      const std::vector<std::uint32_t> drawn =
-          draw_places(name, Selection::poisson, odds, 0, order);
-      store.reserve(order);
-      store.take(HeadOrder(order));
-      store.reserve_compress(shape_, store.sketch(shape_), length.compressed);
+      head.drawn = draw_places(name, Selection::poisson, head.odds, 0, head.order);
+      if (setup.clusters) {
+        head.clusters = make_clusters(store.host_values(shape_), head.order.position, head.odds);
+      }
+      std::optional<cpu::Window> window = store.reserve_compress(
+          shape_, has_codes(setup.sketch.kind) ? head.basis.shape : shape_.sketch, head);
       std::vector<float> scratch(2 * index(setup.key_dim) + 32);
-      Clusters clusters;
-      if (setup.clusters) clusters = make_clusters(store.host_values(shape_), order.position, odds);
-      store.compress(shape_, cpu::scalar_kernels(), odds, static_cast<std::int64_t>(odds.size()),
-                     drawn, clusters, scratch);
+      store.compress(shape_, cpu::scalar_kernels(), head, std::move(window), scratch);
     }
     append_last_again(static_cast<int>(slot));
   }
@@ -111,7 +115,7 @@ void Scene::fill(int slot, std::int64_t count) {
   const TensorView keys = token_major(key.data(), DType::f32, count, heads, setup_.key_dim);
   const TensorView values = token_major(value.data(), DType::f32, count, heads, setup_.value_dim);
   for (std::int64_t h = 0; h < heads; ++h) {
-    store(slot, h).reserve_append(shape_, count, setup_.score_window);
+    store(slot, h).reserve_append(count, setup_.score_window);
     store(slot, h).append(shape_, keys, values, h, setup_.score_window);
   }
 }
@@ -123,15 +127,14 @@ void Scene::append_last_again(int slot) {
     const std::int64_t last = store.tokens() - 1;
     if (last < store.compressed()) continue;
     const std::size_t element = size_bytes(setup_.storage);
-    std::vector<std::byte> row(index(shape_.row_bytes()));
+    const std::size_t row_bytes = index(shape_.row_bytes());
+    const verkv::test::FlatHead flat = verkv::test::flat(store, shape_);
+    const std::byte* const row = flat.host_rows.data() + index(last) * row_bytes;
     const std::size_t key_bytes = index(setup_.key_dim) * element;
-    std::memcpy(
-        row.data(),
-        static_cast<const std::byte*>(store.host_keys(shape_).data) + index(last) * row.size(),
-        row.size());
-    store.truncate(shape_, last);
-    store.append(shape_, token_major(row.data(), setup_.storage, 1, 1, setup_.key_dim),
-                 token_major(row.data() + key_bytes, setup_.storage, 1, 1, setup_.value_dim), 0,
+    store.truncate(last);
+    store.reserve_append(1, setup_.score_window);
+    store.append(shape_, token_major(row, setup_.storage, 1, 1, setup_.key_dim),
+                 token_major(row + key_bytes, setup_.storage, 1, 1, setup_.value_dim), 0,
                  setup_.score_window);
   }
 }
@@ -204,6 +207,7 @@ HeadView Scene::upload_head(const cpu::HeadStore& store) {
   const std::int64_t element = static_cast<std::int64_t>(size_bytes(setup_.storage));
   HeadView view;
   const std::int64_t room = store.residents() + more_residents_;
+  const verkv::test::FlatHead flat = verkv::test::flat(store, shape_);
   const std::int64_t padded = cpu::round_up(store.compressed(), kSketchGroup);
   view.tokens = store.tokens();
   view.compressed = store.compressed();
@@ -214,7 +218,7 @@ HeadView Scene::upload_head(const cpu::HeadStore& store) {
     check(cudaHostAlloc(&host, index(host_bytes + more_residents_ * shape_.row_bytes()),
                         cudaHostAllocMapped));
     pinned_.push_back(host);
-    if (host_bytes > 0) std::memcpy(host, store.host_keys(shape_).data, index(host_bytes));
+    if (host_bytes > 0) std::memcpy(host, flat.host_rows.data(), index(host_bytes));
     void* mapped = nullptr;
     check(cudaHostGetDevicePointer(&mapped, host, 0));
     view.host_rows = static_cast<const std::byte*>(mapped);
@@ -222,25 +226,24 @@ HeadView Scene::upload_head(const cpu::HeadStore& store) {
   view.place_position = to_device(store.order().position.data(), store.compressed());
   const std::int64_t key_bytes = setup_.key_dim * element;
   const std::int64_t value_bytes = setup_.value_dim * element;
-  view.resident_keys = to_device(static_cast<const std::byte*>(store.resident_keys(shape_).data),
-                                 store.residents() * key_bytes, room * key_bytes);
+  view.resident_keys =
+      to_device(flat.resident_keys.data(), store.residents() * key_bytes, room * key_bytes);
   view.resident_values =
-      to_device(static_cast<const std::byte*>(store.resident_values(shape_).data),
-                store.residents() * value_bytes, room * value_bytes);
-  view.resident_place = to_device(store.resident_places().data(), store.residents(), room);
-  view.odds = to_device(store.odds(), padded);
+      to_device(flat.resident_values.data(), store.residents() * value_bytes, room * value_bytes);
+  view.resident_place = to_device(flat.resident_places.data(), store.residents(), room);
+  view.odds = to_device(flat.odds.data(), padded);
   if (setup_.clusters) {
-    view.centroids = to_device(static_cast<const std::byte*>(store.centroids(shape_).data),
-                               clusters_of(store.compressed()) * value_bytes);
-    view.spreads = to_device(store.spreads().data(), clusters_of(store.compressed()));
+    view.centroids =
+        to_device(flat.centroids.data(), clusters_of(store.compressed()) * value_bytes);
+    view.spreads = to_device(flat.spreads.data(), clusters_of(store.compressed()));
   }
-  if (setup_.sketch.kind != SketchKind::exact) {
+  if (setup_.sketch.kind != SketchKind::exact && store.compressed() > 0) {
     view.codes =
-        to_device(store.codes(), code_storage_bytes(store.sketch(shape_), store.compressed()));
-    view.scales = to_device(store.scales(), padded);
-    view.channel_means = to_device(store.channel_means().data(),
-                                   static_cast<std::int64_t>(store.channel_means().size()));
-    const SketchBasis& basis = store.basis();
+        to_device(flat.codes.data(), code_storage_bytes(store.sketch(shape_), store.compressed()));
+    view.scales = to_device(flat.scales.data(), padded);
+    view.channel_means =
+        to_device(flat.channel_means.data(), static_cast<std::int64_t>(flat.channel_means.size()));
+    const SketchBasis& basis = store.basis().sketch;
     view.sketch_dim = basis.shape.dim;
     view.sketch_fine = basis.shape.fine;
     view.basis_unit = basis.unit;
@@ -304,6 +307,7 @@ void Scene::append(int slot, std::int64_t count) {
   fill(slot, count);
   for (std::int64_t h = 0; h < setup_.kv_heads; ++h) {
     const cpu::HeadStore& store = this->store(slot, h);
+    const verkv::test::FlatHead flat = verkv::test::flat(store, shape_);
     HeadView& view = heads_[index(slot * setup_.kv_heads + h)];
     const std::int64_t before = view.residents();
     const auto copy = [&](auto* to, const void* from, std::int64_t unit) {
@@ -311,12 +315,11 @@ void Scene::append(int slot, std::int64_t count) {
                        static_cast<const std::byte*>(from) + before * unit, index(count * unit),
                        cudaMemcpyHostToDevice));
     };
-    copy(view.resident_keys, store.resident_keys(shape_).data, setup_.key_dim * element);
-    copy(view.resident_values, store.resident_values(shape_).data, setup_.value_dim * element);
-    copy(view.resident_place, store.resident_places().data(), 4);
+    copy(view.resident_keys, flat.resident_keys.data(), setup_.key_dim * element);
+    copy(view.resident_values, flat.resident_values.data(), setup_.value_dim * element);
+    copy(view.resident_place, flat.resident_places.data(), 4);
     std::memcpy(const_cast<std::byte*>(view.host_rows) + view.tokens * shape_.row_bytes(),
-                static_cast<const std::byte*>(store.host_keys(shape_).data) +
-                    view.tokens * shape_.row_bytes(),
+                flat.host_rows.data() + view.tokens * shape_.row_bytes(),
                 index(count * shape_.row_bytes()));
     view.first_scored = first_scored(view.tokens, store.tokens(), setup_.score_window);
     view.tokens = store.tokens();

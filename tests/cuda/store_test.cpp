@@ -8,7 +8,9 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <verkv/clusters.hpp>
@@ -22,6 +24,7 @@
 #include "mutation.hpp"
 #include "reference/statistics.hpp"
 #include "store.hpp"
+#include "support/flat_head.hpp"
 
 namespace {
 
@@ -106,7 +109,7 @@ struct Pair {
     layer.storage = setup.storage;
     layer.sketch = shape.sketch;
     layer.clusters = setup.clusters;
-    heads.resize(size(setup.kv_heads));
+    for (std::int64_t h = 0; h < setup.kv_heads; ++h) heads.emplace_back(shape);
     table = DeviceBuffer<HeadView>(setup.kv_heads, "table");
     bad = upload(std::vector<BadNumber>(1));
     store = std::make_unique<LayerStore>(layer);
@@ -140,7 +143,7 @@ struct Pair {
   void reserve(std::int64_t tokens) {
     for (HeadStore& head : heads) {
       head.window_scores().settle();
-      head.reserve_append(shape, tokens, true);
+      head.reserve_append(tokens, true);
     }
     store->settle(table.data(), nullptr);
     store->reserve_append(tokens, true, table.data(), nullptr);
@@ -204,18 +207,17 @@ struct Pair {
 
   void compress_on_cpu(std::size_t h, std::int64_t end, const HeadCompression& head) {
     std::vector<float> scratch(2 * size(setup.key_dim) + 32);
-    if (!head.basis.query.empty()) heads[h].take(verkv::SketchBasis(head.basis));
-    heads[h].reserve_compress(shape, heads[h].sketch(shape), end);
-    heads[h].reserve(head.order);
-    heads[h].take(verkv::HeadOrder(head.order));
-    heads[h].compress(shape, verkv::cpu::scalar_kernels(), head.odds, head.first_tokens, head.drawn,
-                      head.clusters, scratch);
+    HeadCompression copy = head;
+    REQUIRE(copy.end() == end);
+    std::optional<verkv::cpu::Window> window = heads[h].reserve_compress(
+        shape, copy.basis.query.empty() ? heads[h].sketch(shape) : copy.basis.shape, copy);
+    heads[h].compress(shape, verkv::cpu::scalar_kernels(), copy, std::move(window), scratch);
   }
 
   // The clusters that have a place from `begin` on, where `more` follows what is there.
   verkv::Clusters clusters(std::size_t h, std::int64_t begin, const HeadCompression& more) const {
     const std::int64_t from = begin / verkv::kClusterTokens * verkv::kClusterTokens;
-    const std::vector<std::uint32_t>& before = heads[h].order().position;
+    const std::vector<std::uint32_t> before = heads[h].order().position;
     std::vector<std::uint32_t> position(before.begin() + from, before.end());
     position.insert(position.end(), more.order.position.begin(), more.order.position.end());
     return verkv::make_clusters(heads[h].host_values(shape), position, odds(h, from, more));
@@ -224,8 +226,8 @@ struct Pair {
   // Odds from place `from` on, likewise.
   std::vector<Positive16> odds(std::size_t h, std::int64_t from,
                                const HeadCompression& more) const {
-    const Positive16* const own = heads[h].odds();
-    std::vector<Positive16> result(own + from, own + heads[h].compressed());
+    const std::vector<Positive16> own = heads[h].all_odds();
+    std::vector<Positive16> result(own.begin() + from, own.end());
     result.insert(result.end(), more.odds.begin(), more.odds.end());
     return result;
   }
@@ -241,10 +243,10 @@ struct Pair {
                                                : kind == 1 ? 0.0
                                                            : random.uniform()));
       }
+      head.first_tokens = static_cast<std::int64_t>(head.odds.size() / 2 + 1);
     }
     for (std::size_t h = 0; h < heads.size(); ++h) {
       HeadCompression& head = compressions[h];
-      head.first_tokens = static_cast<std::int64_t>(head.odds.size() / 2 + 1);
       if (setup.sketch.kind != SketchKind::exact && store->compressed() == 0) {
         // Keys of one channel that outweighs the others, and queries that look elsewhere.
         std::vector<float> queries;
@@ -316,7 +318,7 @@ struct Pair {
   }
 
   void truncate(std::int64_t tokens) {
-    for (HeadStore& head : heads) head.truncate(shape, tokens);
+    for (HeadStore& head : heads) head.truncate(tokens);
     store->truncate(tokens, table.data(), nullptr);
   }
 
@@ -329,6 +331,7 @@ struct Pair {
     if (window > 0) scores = store->window_scores(window, nullptr);
     for (std::size_t h = 0; h < heads.size(); ++h) {
       const HeadStore& head = heads[h];
+      const verkv::test::FlatHead flat = verkv::test::flat(head, shape);
       const HeadView& view = entries[h];
       const std::string where = "head " + std::to_string(h) + ": ";
       if (std::memcmp(&view, &store->views()[h], sizeof view) != 0) return where + "table";
@@ -337,65 +340,58 @@ struct Pair {
       }
       if (view.drawn != head.drawn_residents()) return where + "drawn";
       const auto place = download(view.resident_place, view.residents());
-      if (!std::equal(place.begin(), place.end(), head.resident_places().begin(),
-                      head.resident_places().end())) {
-        return where + "resident places";
-      }
+      if (place != flat.resident_places) return where + "resident places";
       const std::int64_t n = view.residents();
       const auto keys = download(view.resident_keys, n * setup.key_dim * element);
       const auto values = download(view.resident_values, n * setup.value_dim * element);
-      const auto* cpu_keys = static_cast<const std::byte*>(head.resident_keys(shape).data);
-      const auto* cpu_values = static_cast<const std::byte*>(head.resident_values(shape).data);
-      if (!same_bytes(keys.data(), cpu_keys, static_cast<std::int64_t>(keys.size()))) {
-        return where + "resident keys";
-      }
-      if (!same_bytes(values.data(), cpu_values, static_cast<std::int64_t>(values.size()))) {
-        return where + "resident values";
-      }
+      if (keys != flat.resident_keys) return where + "resident keys";
+      if (values != flat.resident_values) return where + "resident values";
       // Pinned memory has the same address on both sides of the CPU device.
-      if (!same_bytes(view.host_rows, static_cast<const std::byte*>(head.host_keys(shape).data),
-                      view.tokens * shape.row_bytes())) {
+      if (!same_bytes(view.host_rows, flat.host_rows.data(), view.tokens * shape.row_bytes())) {
         return where + "host rows";
       }
       const verkv::HeadOrder order = store->order(static_cast<std::int64_t>(h));
-      if (order.position != head.order().position || order.walk_end != head.order().walk_end ||
-          order.directions.key != head.order().directions.key ||
-          order.directions.value != head.order().directions.value ||
-          !same_bytes(order.open_odds.data(), head.order().open_odds.data(),
-                      static_cast<std::int64_t>(head.order().open_odds.size()))) {
+      const verkv::HeadOrder own = head.order();
+      const verkv::HeadRows told = head.rows(shape);
+      if (order.position != own.position || order.walk_end != own.walk_end ||
+          order.directions.key != own.directions.key ||
+          order.directions.value != own.directions.value ||
+          order.open_odds.size() != told.open_odds.size() ||
+          !same_bytes(order.open_odds.data(), told.open_odds.data(),
+                      static_cast<std::int64_t>(told.open_odds.size()))) {
         return where + "order";
       }
       if (!same_bytes(view.place_position, order.position.data(), view.compressed)) {
         return where + "positions of places";
       }
       const std::int64_t end = view.compressed;
-      if (!same_bytes(download(view.odds, end).data(), head.odds(), end)) return where + "odds";
+      if (!same_bytes(download(view.odds, end).data(), flat.odds.data(), end))
+        return where + "odds";
       const verkv::Clusters made = setup.clusters ? clusters(h, 0, {}) : verkv::Clusters();
       const std::int64_t mean_bytes = static_cast<std::int64_t>(made.centroids.size());
       if (!same_bytes(download(view.centroids, mean_bytes).data(), made.centroids.data(),
                       mean_bytes) ||
-          !same_bytes(static_cast<const std::byte*>(head.centroids(shape).data),
-                      made.centroids.data(), mean_bytes)) {
+          flat.centroids != made.centroids) {
         return where + "centroids";
       }
       const std::int64_t made_clusters = static_cast<std::int64_t>(made.spread.size());
-      if (head.spreads().size() != made.spread.size() ||
+      if (flat.spreads.size() != made.spread.size() ||
           !same_bytes(download(view.spreads, made_clusters).data(), made.spread.data(),
                       made_clusters) ||
-          !same_bytes(head.spreads().data(), made.spread.data(), made_clusters)) {
+          !same_bytes(flat.spreads.data(), made.spread.data(), made_clusters)) {
         return where + "spreads";
       }
       if (setup.sketch.kind != SketchKind::exact && end > 0) {
         const std::int64_t coded = refused ? end / verkv::kSketchGroup * verkv::kSketchGroup : end;
         const std::int64_t bytes = verkv::code_storage_bytes(head.sketch(shape), coded);
-        if (!same_bytes(download(view.codes, bytes).data(), head.codes(), bytes)) {
+        if (!same_bytes(download(view.codes, bytes).data(), flat.codes.data(), bytes)) {
           return where + "codes";
         }
-        if (!same_bytes(download(view.scales, end).data(), head.scales(), end)) {
+        if (!same_bytes(download(view.scales, end).data(), flat.scales.data(), end)) {
           return where + "scales";
         }
         if (!same_bytes(download(view.channel_means, setup.key_dim).data(),
-                        head.channel_means().data(), setup.key_dim)) {
+                        flat.channel_means.data(), setup.key_dim)) {
           return where + "means";
         }
       }
@@ -619,7 +615,7 @@ TEST_CASE("no barrier can be left out of encoding") {
       for (std::uint32_t i = 64; i > 32; --i) position.push_back(i - 1);
       position_copies.push_back(upload(position));
       views[h].place_position = position_copies.back().data();
-      encode_copies.push_back(upload(pair.heads[h].basis().encode));
+      encode_copies.push_back(upload(pair.heads[h].basis().sketch.encode));
       views[h].basis_encode = encode_copies.back().data();
     }
     const DeviceBuffer<HeadView> table = upload(views);

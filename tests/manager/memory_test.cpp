@@ -89,6 +89,7 @@ TEST_CASE("Every byte is accounted for") {
           sum.sketch_bytes += one.sketch_bytes;
           sum.metadata_bytes += one.metadata_bytes;
           sum.host_bytes += one.host_bytes;
+          sum.basis_bytes += one.basis_bytes;
           sum.reserved_bytes += one.reserved_bytes;
         }
         sum.workspace_bytes = cache->memory().workspace_bytes;

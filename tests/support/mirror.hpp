@@ -16,6 +16,7 @@
 #include "compression.hpp"
 #include "reference/step.hpp"
 #include "support/blocks.hpp"
+#include "support/test_backend.hpp"
 
 namespace verkv::test {
 
@@ -225,12 +226,12 @@ class Mirror {
         // sketch), a sum and a count for each token of the window, and a number for each that a
         // query may give it.
         const std::int64_t queries = static_cast<std::int64_t>(head.key.size() - first_scored_[l]);
+        const std::int64_t places = backend().window_places ? residents : residents - window;
         report.metadata_bytes +=
-            4 * residents + 2 * whole_groups + 8 * window + 4 * queries * window;
-        // 4 bytes a token's position and 4 a walk; directions in binary32. With clusters also the
-        // odds in one that is not full.
+            4 * places + 2 * whole_groups + 8 * window + 4 * queries * window;
+        // 4 bytes a token's position and 4 a walk; directions in binary32.
         if (compressed > 0) {
-          if (config_.study.estimator == Estimator::clusters)
+          if (config_.study.estimator == Estimator::clusters && backend().window_places)
             report.basis_bytes += 2 * (compressed % 64);
           for (const auto& walk : head.walks)
             report.basis_bytes += 4 * (static_cast<std::int64_t>(walk.size()) + 1);

@@ -21,6 +21,8 @@ struct TestBackend {
   bool equal_outputs = true;
   // Has scalar kernels beside the vector ones.
   bool vector_code = true;
+  // Holds a place for each token of the window, and the odds of a cluster that is not full twice.
+  bool window_places = false;
   // Of so many trials of a case one is run.
   int thinning = 1;
 };

@@ -93,7 +93,7 @@ class LanePacker {
 // kHeads of 0: any number of heads, given at run time.
 template <int kHeads>
 std::int64_t select_tokens_of(const float* w, std::int64_t stride, const Positive16* odds,
-                              std::int64_t count, int heads, const float* beta,
+                              std::int64_t first, std::int64_t count, int heads, const float* beta,
                               const float* worth_threshold, const float* weight_threshold,
                               std::uint32_t* out, std::int64_t* out_planned) {
   // With thresholds of at least 0, w > 0 needs no test of its own: worth is 0 or NaN where w is 0.
@@ -122,7 +122,7 @@ std::int64_t select_tokens_of(const float* w, std::int64_t stride, const Positiv
     } else {
       for (int h = 0; h < heads; ++h) add_head(h);
     }
-    LanePacker(any).store(places(i), out + found);
+    LanePacker(any).store(places(first + i), out + found);
     found += count_true(any);
   });
   for (int h = 0; h < heads; ++h) out_planned[h] += planned[h];
@@ -130,11 +130,11 @@ std::int64_t select_tokens_of(const float* w, std::int64_t stride, const Positiv
 }
 
 std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16* odds,
-                           std::int64_t count, int heads, const float* beta,
+                           std::int64_t first, std::int64_t count, int heads, const float* beta,
                            const float* worth_threshold, const float* weight_threshold,
                            std::uint32_t* out, std::int64_t* out_planned) {
   const auto run = [&](auto n) HWY_ATTR {
-    return select_tokens_of<n>(w, stride, odds, count, heads, beta, worth_threshold,
+    return select_tokens_of<n>(w, stride, odds, first, count, heads, beta, worth_threshold,
                                weight_threshold, out, out_planned);
   };
   switch (heads) {
@@ -151,10 +151,10 @@ std::int64_t select_tokens(const float* w, std::int64_t stride, const Positive16
   }
 }
 
-void plan_start(const float* w, const Positive16* odds, std::int64_t count, float beta,
-                PlanArrays& plan) {
+void plan_start(const float* w, const Positive16* odds, std::int64_t first, std::int64_t count,
+                float beta, PlanArrays& plan) {
   const PlanArrays to = plan;
-  std::int64_t kept = 0;
+  std::int64_t kept = plan.count;
   each_part(0, count, [&](std::int64_t i, auto, auto lanes) VERKV_LAMBDA {
     const VF x = lanes.load(w + i);
     const VF rho = load(odds + i);
@@ -163,7 +163,7 @@ void plan_start(const float* w, const Positive16* odds, std::int64_t count, floa
     packer.store(x, to.weight + kept);
     packer.store(rho, to.odds + kept);
     packer.store(fetch_worth(x, rho, hn::Set(df, beta)), to.worth + kept);
-    packer.store(places(i), to.place + kept);
+    packer.store(places(first + i), to.place + kept);
     kept += count_true(positive);
   });
   plan.count = kept;

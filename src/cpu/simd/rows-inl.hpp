@@ -62,25 +62,26 @@ HWY_INLINE void prefetch(const T* p, int elements) {
   for (int j = 0; j < elements; j += kLine) hwy::Prefetch(p + j);
 }
 
-template <class T, int kHeads>
-void dot_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* q,
-                 std::int64_t q_stride, float* out, std::int64_t out_stride) {
+// row_at: ContiguousRows or PagedRowsOf.
+template <int kHeads, class RowAt>
+void dot_rows_of(const RowAt row_at, int dim, const std::uint32_t* index, std::int64_t count,
+                 const float* q, std::int64_t q_stride, float* out, std::int64_t out_stride) {
+  using T = std::remove_cvref_t<decltype(*row_at(0))>;
   // As many rows at a time as there are registers for their sums.
   constexpr int kHeadsUp = power_of_two_from(kHeads);
   constexpr int kRowsAtOnce = (kN == kLanes ? 16 : 4) / kHeadsUp;
-  const T* data = static_cast<const T*>(rows.data);
-  const int whole = rows.dim / kLanes * kLanes;
-  const int rest = rows.dim - whole;
+  const int whole = dim / kLanes * kLanes;
+  const int rest = dim - whole;
   for (std::int64_t i = 0; i < count; i += kRowsAtOnce) {
     const T* row[kRowsAtOnce];
     unroll<kRowsAtOnce>([&](auto r) VERKV_LAMBDA {
       const std::int64_t at = i + r < count ? i + r : count - 1;
-      row[r] = data + (index != nullptr ? std::int64_t{index[at]} : at) * rows.stride;
+      row[r] = row_at(index != nullptr ? std::int64_t{index[at]} : at);
     });
     // Two batches ahead. A guess: nearer lines come too late, farther ones may be evicted again.
     if (index != nullptr && i + 3 * kRowsAtOnce <= count) {
       for (std::int64_t r = i + 2 * kRowsAtOnce; r < i + 3 * kRowsAtOnce; ++r) {
-        prefetch(data + std::int64_t{index[r]} * rows.stride, rows.dim);
+        prefetch(row_at(std::int64_t{index[r]}), dim);
       }
     }
     VF acc[kHeads * kRowsAtOnce][kParts];
@@ -126,44 +127,59 @@ void dot_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t coun
   }
 }
 
-template <class T>
-void dot_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* q,
-                 int heads, std::int64_t q_stride, float* out, std::int64_t out_stride) {
-  each_heads(heads, [&](int h, auto n) HWY_ATTR {
-    dot_rows_of<T, n>(rows, index, count, q + h * q_stride, q_stride, out + h * out_stride,
-                      out_stride);
+// Calls f(row_at) with the addresses of the rows.
+template <class F>
+void with_rows(const Rows& rows, F&& f) {
+  with_element(rows.type, [&](auto zero) HWY_ATTR {
+    using T = decltype(zero);
+    if (rows.pages != nullptr) {
+      f(paged<T>(rows));
+    } else {
+      f(contiguous<T>(rows));
+    }
   });
 }
 
 void dot_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* q,
               int heads, std::int64_t q_stride, float* out, std::int64_t out_stride) {
-  with_element(rows.type, [&](auto zero) HWY_ATTR {
-    dot_rows_of<decltype(zero)>(rows, index, count, q, heads, q_stride, out, out_stride);
+  with_rows(rows, [&](const auto row_at) HWY_ATTR {
+    each_heads(heads, [&](int h, auto n) HWY_ATTR {
+      dot_rows_of<n>(row_at, rows.dim, index, count, q + h * q_stride, q_stride,
+                     out + h * out_stride, out_stride);
+    });
   });
 }
 
 // One block of rows, the coordinates from j on that fit into kVectors vectors.
-template <class T, int kHeads, int kVectors>
-void add_weighted(const Rows& rows, const std::uint32_t* index, std::int64_t begin,
+template <int kHeads, int kVectors, class RowAt>
+void add_weighted(const RowAt row_at, const std::uint32_t* index, std::int64_t begin,
                   std::int64_t end, const float* c, std::int64_t c_stride, int j, float* out,
                   std::int64_t out_stride) {
   constexpr std::int64_t kAhead = 8;  // rows; a guess as in dot_rows_of
-  const T* data = static_cast<const T*>(rows.data) + j;
+  using T = std::remove_cvref_t<decltype(*row_at(0))>;
   VF acc[kHeads][kVectors];
   unroll<kHeads>([&](auto h) VERKV_LAMBDA {
     unroll<kVectors>([&](auto k) VERKV_LAMBDA { acc[h][k] = hn::Zero(df); });
   });
-  for (std::int64_t i = begin; i < end; ++i) {
-    const T* row = data + (index != nullptr ? std::int64_t{index[i]} : i) * rows.stride;
-    if (index != nullptr && i + kAhead < end) {
-      prefetch(data + std::int64_t{index[i + kAhead]} * rows.stride, kVectors * kN);
-    }
+  const auto add = [&](const T* row, std::int64_t i) VERKV_LAMBDA {
     VF factor[kHeads];
     unroll<kHeads>([&](auto h) VERKV_LAMBDA { factor[h] = hn::Set(df, c[h * c_stride + i]); });
     unroll<kVectors>([&](auto k) VERKV_LAMBDA {
       const VF x = load(row + k * kN);
       unroll<kHeads>([&](auto h) VERKV_LAMBDA { acc[h][k] = hn::MulAdd(factor[h], x, acc[h][k]); });
     });
+  };
+  if (index != nullptr) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) prefetch(row_at(std::int64_t{index[i + kAhead]}) + j, kVectors * kN);
+      add(row_at(std::int64_t{index[i]}) + j, i);
+    }
+  } else {
+    for (std::int64_t i = begin; i < end;) {
+      const T* row = row_at(i) + j;
+      const std::int64_t together = std::min(end - i, row_at.together(i));
+      for (const std::int64_t last = i + together; i < last; ++i, row += row_at.stride) add(row, i);
+    }
   }
   unroll<kHeads>([&](auto h) VERKV_LAMBDA {
     unroll<kVectors>([&](auto k) VERKV_LAMBDA {
@@ -174,17 +190,16 @@ void add_weighted(const Rows& rows, const std::uint32_t* index, std::int64_t beg
 }
 
 // The last dim % kN coordinates of one block of rows.
-template <class T, int kHeads>
-void add_weighted_rest(const Rows& rows, const std::uint32_t* index, std::int64_t begin,
+template <int kHeads, class RowAt>
+void add_weighted_rest(const RowAt row_at, int dim, const std::uint32_t* index, std::int64_t begin,
                        std::int64_t end, const float* c, std::int64_t c_stride, int j, float* out,
                        std::int64_t out_stride) {
-  const T* data = static_cast<const T*>(rows.data) + j;
-  const int rest = rows.dim - j;
+  const int rest = dim - j;
   VF acc[kHeads];
   unroll<kHeads>([&](auto h) VERKV_LAMBDA { acc[h] = hn::Zero(df); });
   for (std::int64_t i = begin; i < end; ++i) {
     VF x[kParts];
-    load_first(data + (index != nullptr ? std::int64_t{index[i]} : i) * rows.stride, rest, x);
+    load_first(row_at(index != nullptr ? std::int64_t{index[i]} : i) + j, rest, x);
     unroll<kHeads>([&](auto h) VERKV_LAMBDA {
       acc[h] = hn::MulAdd(hn::Set(df, c[h * c_stride + i]), x[0], acc[h]);
     });
@@ -196,8 +211,8 @@ void add_weighted_rest(const Rows& rows, const std::uint32_t* index, std::int64_
   });
 }
 
-template <class T, int kHeads>
-void weighted_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t count,
+template <int kHeads, class RowAt>
+void weighted_rows_of(const RowAt row_at, int dim, const std::uint32_t* index, std::int64_t count,
                       const float* c, std::int64_t c_stride, float* out, std::int64_t out_stride) {
   // As many coordinates at a time as there are registers for their sums.
   constexpr int kVectors = (kN == kLanes ? 16 : 8) / power_of_two_from(kHeads);
@@ -205,42 +220,35 @@ void weighted_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t
   for (std::int64_t begin = 0; begin < count; begin += kBlockRows) {
     const std::int64_t end = std::min(begin + kBlockRows, count);
     int j = 0;
-    for (; j + kMost * kN <= rows.dim; j += kMost * kN) {
-      add_weighted<T, kHeads, kMost>(rows, index, begin, end, c, c_stride, j, out, out_stride);
+    for (; j + kMost * kN <= dim; j += kMost * kN) {
+      add_weighted<kHeads, kMost>(row_at, index, begin, end, c, c_stride, j, out, out_stride);
     }
     if constexpr (kMost > 4) {
-      for (; j + 4 * kN <= rows.dim; j += 4 * kN) {
-        add_weighted<T, kHeads, 4>(rows, index, begin, end, c, c_stride, j, out, out_stride);
+      for (; j + 4 * kN <= dim; j += 4 * kN) {
+        add_weighted<kHeads, 4>(row_at, index, begin, end, c, c_stride, j, out, out_stride);
       }
     }
     if constexpr (kMost > 2) {
-      for (; j + 2 * kN <= rows.dim; j += 2 * kN) {
-        add_weighted<T, kHeads, 2>(rows, index, begin, end, c, c_stride, j, out, out_stride);
+      for (; j + 2 * kN <= dim; j += 2 * kN) {
+        add_weighted<kHeads, 2>(row_at, index, begin, end, c, c_stride, j, out, out_stride);
       }
     }
-    for (; j + kN <= rows.dim; j += kN) {
-      add_weighted<T, kHeads, 1>(rows, index, begin, end, c, c_stride, j, out, out_stride);
+    for (; j + kN <= dim; j += kN) {
+      add_weighted<kHeads, 1>(row_at, index, begin, end, c, c_stride, j, out, out_stride);
     }
-    if (j < rows.dim) {
-      add_weighted_rest<T, kHeads>(rows, index, begin, end, c, c_stride, j, out, out_stride);
+    if (j < dim) {
+      add_weighted_rest<kHeads>(row_at, dim, index, begin, end, c, c_stride, j, out, out_stride);
     }
   }
 }
 
-template <class T>
-void weighted_rows_of(const Rows& rows, const std::uint32_t* index, std::int64_t count,
-                      const float* c, int heads, std::int64_t c_stride, float* out,
-                      std::int64_t out_stride) {
-  each_heads(heads, [&](int h, auto n) HWY_ATTR {
-    weighted_rows_of<T, n>(rows, index, count, c + h * c_stride, c_stride, out + h * out_stride,
-                           out_stride);
-  });
-}
-
 void weighted_rows(const Rows& rows, const std::uint32_t* index, std::int64_t count, const float* c,
                    int heads, std::int64_t c_stride, float* out, std::int64_t out_stride) {
-  with_element(rows.type, [&](auto zero) HWY_ATTR {
-    weighted_rows_of<decltype(zero)>(rows, index, count, c, heads, c_stride, out, out_stride);
+  with_rows(rows, [&](const auto row_at) HWY_ATTR {
+    each_heads(heads, [&](int h, auto n) HWY_ATTR {
+      weighted_rows_of<n>(row_at, rows.dim, index, count, c + h * c_stride, c_stride,
+                          out + h * out_stride, out_stride);
+    });
   });
 }
 

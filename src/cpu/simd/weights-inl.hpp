@@ -55,8 +55,9 @@ HWY_INLINE VF weight_exp(VF x, MF keep) {
 
 template <int kHeads>
 void weights_of(float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-                const float* shift, double* out_sum) {
-  double total[kHeads] = {};
+                const float* shift, double* sum) {
+  double total[kHeads];
+  std::copy_n(sum, kHeads, total);
   for (std::int64_t begin = 0; begin < count; begin += kBlockTokens) {
     VF lane[kHeads][kParts];
     zero(lane);
@@ -73,13 +74,13 @@ void weights_of(float* w, std::int64_t stride, const Positive16* odds, std::int6
               });
     add_folds(lane, total);
   }
-  for (int h = 0; h < kHeads; ++h) out_sum[h] = total[h];
+  std::copy_n(total, kHeads, sum);
 }
 
 void weights(float* w, std::int64_t stride, const Positive16* odds, std::int64_t count, int heads,
-             const float* shift, double* out_sum) {
+             const float* shift, double* sum) {
   each_heads(heads, [&](int h, auto n) HWY_ATTR {
-    weights_of<n>(w + h * stride, stride, odds, count, shift + h, out_sum + h);
+    weights_of<n>(w + h * stride, stride, odds, count, shift + h, sum + h);
   });
 }
 
@@ -194,8 +195,10 @@ void cluster_counts(const float* y, const std::uint32_t* cluster, const float* s
 
 template <int kHeads>
 void beta_sums_of(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-                  const float* beta, double* out_weight, double* out_odds) {
-  double total[2 * kHeads] = {};
+                  const float* beta, double* weight_sum, double* odds_sum) {
+  double total[2 * kHeads];
+  std::copy_n(weight_sum, kHeads, total);
+  std::copy_n(odds_sum, kHeads, total + kHeads);
   for (std::int64_t begin = 0; begin < count; begin += kBlockTokens) {
     VF lane[2 * kHeads][kParts];
     zero(lane);
@@ -213,16 +216,14 @@ void beta_sums_of(const float* w, std::int64_t stride, const Positive16* odds, s
               });
     add_folds(lane, total);
   }
-  for (int h = 0; h < kHeads; ++h) {
-    out_weight[h] = total[h];
-    out_odds[h] = total[kHeads + h];
-  }
+  std::copy_n(total, kHeads, weight_sum);
+  std::copy_n(total + kHeads, kHeads, odds_sum);
 }
 
 void beta_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-               int heads, const float* beta, double* out_weight, double* out_odds) {
+               int heads, const float* beta, double* weight_sum, double* odds_sum) {
   each_heads(heads, [&](int h, auto n) HWY_ATTR {
-    beta_sums_of<n>(w + h * stride, stride, odds, count, beta + h, out_weight + h, out_odds + h);
+    beta_sums_of<n>(w + h * stride, stride, odds, count, beta + h, weight_sum + h, odds_sum + h);
   });
 }
 
@@ -242,8 +243,9 @@ HWY_INLINE Tail tail_of(VF w, VF rho, VF beta) {
 
 template <int kHeads>
 void tail_sums_of(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-                  const float* beta, double* out_variance, float* out_jump) {
-  double total[kHeads] = {};
+                  const float* beta, double* variance_sum, float* largest_jump) {
+  double total[kHeads];
+  std::copy_n(variance_sum, kHeads, total);
   VF jump[kHeads][kParts];
   zero(jump);
   for (std::int64_t begin = 0; begin < count; begin += kBlockTokens) {
@@ -264,15 +266,16 @@ void tail_sums_of(const float* w, std::int64_t stride, const Positive16* odds, s
     add_folds(lane, total);
   }
   unroll<kHeads>([&](auto h) VERKV_LAMBDA {
-    out_variance[h] = total[h];
-    out_jump[h] = largest(jump[h], 0.0f);
+    variance_sum[h] = total[h];
+    largest_jump[h] = largest(jump[h], largest_jump[h]);
   });
 }
 
 void tail_sums(const float* w, std::int64_t stride, const Positive16* odds, std::int64_t count,
-               int heads, const float* beta, double* out_variance, float* out_jump) {
+               int heads, const float* beta, double* variance_sum, float* largest_jump) {
   each_heads(heads, [&](int h, auto n) HWY_ATTR {
-    tail_sums_of<n>(w + h * stride, stride, odds, count, beta + h, out_variance + h, out_jump + h);
+    tail_sums_of<n>(w + h * stride, stride, odds, count, beta + h, variance_sum + h,
+                    largest_jump + h);
   });
 }
 
