@@ -14,6 +14,7 @@
 #include "device_check.hpp"
 #include "head_tables.hpp"
 #include "host_copies.hpp"
+#include "invalid.hpp"
 #include "layer.hpp"
 #include "manager_access.hpp"
 #include "number_check.hpp"
@@ -28,6 +29,10 @@
 
 namespace verkv::cuda {
 namespace {
+
+[[noreturn]] void not_served(const char* call) {
+  invalid(ErrorCode::wrong_backend, "the CUDA backend does not serve {}; the CPU backend does", call);
+}
 
 struct Sequence {
   std::int64_t slot = 0;
@@ -135,6 +140,8 @@ class CudaBackend final : public Backend {
     reserve_growths(growths);
     for (const AppendPart& part : parts) append_rows(layer_index, part);
   }
+
+  bool shorten(SequenceId, std::span<const std::int64_t>, std::int64_t) override { return false; }
 
   void truncate(SequenceId id, std::int64_t layer, std::int64_t tokens) override {
     const CurrentDevice current(options_.device);
@@ -244,6 +251,13 @@ class CudaBackend final : public Backend {
     buffers_.copy_reports(batch.query_reports, batch.kv_reports, stream_);
     if (staged || !batch.query_reports.empty() || !batch.kv_reports.empty()) stream_.synchronize();
   }
+
+  void read(SequenceId, std::int64_t, std::int64_t, std::int64_t, std::byte*,
+            std::byte*) const override {
+    not_served("read");
+  }
+  void save(SequenceId, SavedWriter&) const override { not_served("save"); }
+  void restore(SequenceId, SavedReader&) override { not_served("restore"); }
 
   LayerStatistics statistics(std::int64_t layer) const override {
     const CurrentDevice current(options_.device);

@@ -14,6 +14,8 @@
 #include <verkv/reports.hpp>
 #include <verkv/view.hpp>
 
+#include "saved_bytes.hpp"
+
 namespace verkv {
 
 // Tokens that a layer of a sequence is to have room for, beyond those it has.
@@ -57,6 +59,10 @@ class Backend {
   virtual void append(std::int64_t layer, std::span<const AppendPart> parts) = 0;
   // Keeps the first `tokens`, not fewer than are compressed nor more than there are.
   virtual void truncate(SequenceId sequence, std::int64_t layer, std::int64_t tokens) = 0;
+  // Keeps the first `tokens`, fewer than are compressed, in these layers. All or nothing. false:
+  // the backend does not serve it, and nothing has changed.
+  virtual bool shorten(SequenceId sequence, std::span<const std::int64_t> layers,
+                       std::int64_t tokens) = 0;
   // One view per layer; those of layers that are not compressed are not looked at.
   // prompt_queries: likewise, or empty. Throws InvalidArgument on a score that is negative or not
   // finite and on a query that is used and not finite.
@@ -71,6 +77,14 @@ class Backend {
   // query where there is a row_status. Throws InvalidArgument on a query that is not finite, unless
   // there is.
   virtual void attend(std::int64_t layer, const AttendBatch& batch) = 0;
+
+  // Tokens [first, first + count) of a layer, [token][KV head][dim] as stored.
+  virtual void read(SequenceId sequence, std::int64_t layer, std::int64_t first,
+                    std::int64_t count, std::byte* keys, std::byte* values) const = 0;
+  // What there is of a sequence but reserved room; restore fills one that was just created. Throws
+  // FormatError, or what the reader throws, with a part of it restored.
+  virtual void save(SequenceId sequence, SavedWriter& writer) const = 0;
+  virtual void restore(SequenceId sequence, SavedReader& reader) = 0;
 
   virtual LayerStatistics statistics(std::int64_t layer) const = 0;
   virtual void reset_statistics() = 0;

@@ -18,6 +18,8 @@
 #include "call_times.hpp"
 #include "invalid.hpp"
 #include "manager_access.hpp"
+#include "saved_bytes.hpp"
+#include "saved_settings.hpp"
 #include "settings.hpp"
 #include "tier_bytes.hpp"
 #include "view_checks.hpp"
@@ -140,6 +142,11 @@ struct KvCacheManager::Impl {
   }
 
   // freed: of what is promised, what is asked for anew.
+  void erase(SequenceId id) noexcept {
+    all_layers(id)([this](SequenceId one, std::int64_t layer) { book(one, layer, -1); });
+    backend->release(id);
+    sequences.erase(id.value);
+  }
   void check_limits(const Bytes& wanted, const Bytes& freed) const {
     const Bytes held{total.host_bytes, total.fast_bytes()};
     Bytes kept = promised;
@@ -351,10 +358,7 @@ SequenceId KvCacheManager::fork(SequenceId sequence) {
 void KvCacheManager::erase(SequenceId sequence) {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
-  impl_->all_layers(sequence)(
-      [this](SequenceId one, std::int64_t layer) { impl_->book(one, layer, -1); });
-  impl_->backend->release(sequence);
-  impl_->sequences.erase(sequence.value);
+  impl_->erase(sequence);
 }
 
 std::int64_t KvCacheManager::tokens(SequenceId sequence, std::int64_t layer) const try {
@@ -426,22 +430,27 @@ void KvCacheManager::reserve(SequenceId id, std::int64_t tokens) {
 
 Truncation KvCacheManager::truncate(SequenceId id, std::int64_t tokens) {
   const std::lock_guard lock(impl_->mutex);
-  impl_->find(id);
+  Impl::Sequence& sequence = impl_->find(id);
   if (tokens < 0) invalid("{} tokens to keep; the number cannot be negative", tokens);
   const auto each = impl_->all_layers(id);
   std::int64_t longest = 0;
   Truncation result;
+  std::vector<std::int64_t> shorter;
   each([&](SequenceId, std::int64_t layer) {
-    const std::int64_t held = impl_->backend->tokens(id, layer);
     const std::int64_t compressed = impl_->backend->compressed_tokens(id, layer);
-    longest = std::max(longest, held);
-    if (held <= tokens || compressed <= std::max(tokens, result.least_tokens)) return;
-    result = {false, layer, compressed};
+    longest = std::max(longest, impl_->backend->tokens(id, layer));
+    if (compressed <= tokens) return;
+    shorter.push_back(layer);
+    if (compressed > result.least_tokens) result = {true, false, layer, compressed};
   });
   if (tokens > longest)
     invalid("{} tokens to keep; sequence {} has at most {} in a layer", tokens, id.value, longest);
-  if (!result) return result;
   impl_->booked(each, [&] {
+    if (!shorter.empty() && !impl_->backend->shorten(id, shorter, tokens)) {
+      result.done = false;
+      return;
+    }
+    for (const std::int64_t layer : shorter) sequence.reserved[static_cast<std::size_t>(layer)] = 0;
     each([&](SequenceId, std::int64_t layer) {
       if (impl_->backend->tokens(id, layer) > tokens) impl_->backend->truncate(id, layer, tokens);
     });
@@ -518,6 +527,56 @@ void KvCacheManager::step(std::int64_t layer_index, const TensorView& keys,
 } catch (Error& error) {
   error.add_place({.layer = layer_index});
   throw;
+}
+
+void KvCacheManager::save(SequenceId sequence, const WriteBytes& write) const {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->find(sequence);
+  SavedWriter writer(write);
+  put_head(writer, impl_->config);
+  impl_->backend->save(sequence, writer);
+}
+
+SequenceId KvCacheManager::restore(const ReadBytes& read) {
+  const std::lock_guard lock(impl_->mutex);
+  SavedReader reader(read);
+  check_head(reader, impl_->config);
+  const TierBytes before{impl_->total.host_bytes, impl_->total.fast_bytes()};
+  const SequenceId id = impl_->create(0);
+  try {
+    impl_->booked(impl_->all_layers(id), [&] { impl_->backend->restore(id, reader); });
+    TierBytes added{impl_->total.host_bytes, impl_->total.fast_bytes()};
+    added.add(before, -1);
+    check_tiers(impl_->config, before, impl_->promised, added);
+  } catch (...) {
+    impl_->erase(id);
+    --impl_->next_sequence;  // so that names and draws of later sequences stay what they were
+    throw;
+  }
+  return id;
+}
+
+void KvCacheManager::read(SequenceId sequence, std::int64_t layer, std::int64_t first,
+                          std::int64_t count, std::span<std::byte> keys,
+                          std::span<std::byte> values) const {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->find(sequence);
+  const LayerConfig& shape = impl_->layer(layer);
+  const std::int64_t held = impl_->backend->tokens(sequence, layer);
+  if (first < 0 || count < 0 || first > held || count > held - first) {
+    invalid("{} tokens from token {} on; the layer has {}", count, first, held);
+  }
+  const auto check_size = [&](const char* what, std::span<std::byte> to, std::int64_t dim) {
+    const std::int64_t wanted = count * shape.kv_heads * dim *
+                                static_cast<std::int64_t>(size_bytes(impl_->config.storage));
+    if (!to.empty() && to.size() != static_cast<std::size_t>(wanted)) {
+      invalid("{} bytes for {} of {} tokens, {} heads and head size {}; {} are needed", to.size(),
+              what, count, shape.kv_heads, dim, wanted);
+    }
+  };
+  check_size("keys", keys, shape.key_dim);
+  check_size("values", values, shape.value_dim);
+  impl_->backend->read(sequence, layer, first, count, keys.data(), values.data());
 }
 
 MemoryReport KvCacheManager::memory() const {

@@ -146,6 +146,16 @@ class CountingBackend final : public verkv::Backend {
   void attend(std::int64_t, const AttendBatch&) override {}
   LayerStatistics statistics(std::int64_t) const override { return {}; }
   void reset_statistics() override {}
+  bool shorten(SequenceId id, std::span<const std::int64_t> layers,
+               std::int64_t tokens) override {
+    touched(id);
+    for (const std::int64_t layer : layers) lengths_[id.value][layer] = tokens;
+    return true;
+  }
+  void read(SequenceId, std::int64_t, std::int64_t, std::int64_t, std::byte*,
+            std::byte*) const override {}
+  void save(SequenceId, verkv::SavedWriter&) const override {}
+  void restore(SequenceId id, verkv::SavedReader&) override { touched(id); }
   void fork(SequenceId from, SequenceId to) override {
     touched(from);
     lengths_[to.value] = lengths_[from.value];

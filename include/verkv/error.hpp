@@ -23,7 +23,7 @@ enum class ErrorCode : std::uint8_t {
   shape,             // sizes, strides, element type, alignment, null data
   number,            // not finite, negative, or too large for the storage type
   wrong_process,     // a child after fork() uses the cache of its parent
-  wrong_backend,     // a question to one backend about the cache of another
+  wrong_backend,     // a call that the cache's backend does not serve
   // CapacityError
   fast_limit,    // CacheConfig::fast_bytes_limit
   host_limit,    // CacheConfig::host_bytes_limit

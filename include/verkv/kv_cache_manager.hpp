@@ -107,14 +107,18 @@ class VERKV_API KvCacheManager {
   void reserve(SequenceId sequence, std::int64_t tokens);
 
   // Goes back to the first `tokens` tokens; layers that hold fewer stay as they are, so that a token
-  // which some layers have already got can be taken back. A sequence goes back as far as its local
-  // window, all tokens where nothing is compressed: further back it says so, and nothing changes.
-  // Answers and later compressions are then, bit for bit, as if the tokens had never come. Two
-  // things stay: a chunk that was compressed before they came, and what tokens of earlier appends
-  // had given to the scores of others. Costs little, frees nothing; a reservation still ends where
-  // it did.
+  // which some layers have already got can be taken back.
+  // Within the local window (of all tokens, where nothing is compressed) answers and later
+  // compressions are then, bit for bit, as if the tokens had never come. Two things stay: a chunk
+  // that was compressed before they came, and what tokens of earlier appends had given to the scores
+  // of others. Costs little, frees nothing; a reservation still ends where it did.
+  // Further back the tokens that stay are all compressed, the local window is empty until more
+  // come, and the sample is what was drawn of them before, with the same probabilities: what a
+  // certificate says holds, and Truncation::exact is false. Costs what it takes to sketch what stays;
+  // a reservation of such a layer is gone. Not on a device: there Truncation::done is false, and
+  // nothing changes.
   // Throws InvalidArgument on an unknown sequence, and on a number that is negative or above the
-  // tokens of every layer.
+  // tokens of every layer; std::bad_alloc.
   Truncation truncate(SequenceId sequence, std::int64_t tokens);
 
   // Compresses every layer: all tokens but the last local_tokens leave the fast tier, except those
@@ -158,6 +162,29 @@ class VERKV_API KvCacheManager {
   // [row][KV head][value_dim]. A call that throws has done neither, unless a device throws it.
   void step(std::int64_t layer, const TensorView& keys, const TensorView& values,
             const AttendBatch& batch);
+
+  // ---- Saving; on the CPU only: elsewhere InvalidArgument, ErrorCode::wrong_backend
+
+  // Hands all of a sequence to `write`, piece by piece: rows, sketch, draws, scores of the local
+  // window, but no reserved room. The bytes are those of one machine's byte order, end by themselves
+  // and carry checksums. The cache is locked meanwhile: `write` must not call it. What `write` throws
+  // comes through.
+  // Throws InvalidArgument on an unknown sequence.
+  void save(SequenceId sequence, const WriteBytes& write) const;
+  // A new sequence, as it was when it was saved: what follows gives the same bits. The configuration
+  // must be the same but for limits, threads, rules of fetching and StudyConfig::order, probability,
+  // cap and vector_code. All or nothing, also where `read` throws, which must not call the cache.
+  // Throws FormatError, which says what is wrong and where, on bytes that end early, are damaged,
+  // are none of a saved sequence, or are of another version or configuration; CapacityError on a
+  // byte limit.
+  SequenceId restore(const ReadBytes& read);
+  // Copies tokens [first, first + count) of a layer back, as they are stored: keys
+  // [token][KV head][key_dim], values [token][KV head][value_dim], dense, of CacheConfig::storage.
+  // Either span may be empty; else its size is exact.
+  // Throws InvalidArgument on a sequence or layer that is unknown, tokens that the layer does not
+  // have, and a size that is not exact.
+  void read(SequenceId sequence, std::int64_t layer, std::int64_t first, std::int64_t count,
+            std::span<std::byte> keys, std::span<std::byte> values) const;
 
   // ---- Reports
 

@@ -62,8 +62,13 @@ struct AppendBatch {
 // What KvCacheManager::truncate came to.
 struct Truncation {
   // false: nothing has changed, because `layer` has compressed its first `least_tokens` tokens and
-  // cannot go back further. Of several such layers, the one that has compressed the most.
+  // the backend cannot go back further.
   bool done = true;
+  // Everything is, bit for bit, as if the tokens had never come. false: `layer` had compressed some
+  // of them, its first `least_tokens`, together with tokens that stay, and whose sample stays as it
+  // was drawn.
+  bool exact = true;
+  // Of several such layers, the one that has compressed the most; -1: none.
   std::int64_t layer = -1;
   std::int64_t least_tokens = 0;
 

@@ -7,7 +7,10 @@
 #ifndef VERKV_VIEW_HPP
 #define VERKV_VIEW_HPP
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <span>
 
 #include <verkv/types.hpp>
 
@@ -53,6 +56,12 @@ struct ImportanceView {
   std::int64_t tokens = 0;
   std::int64_t head_stride = 0;
 };
+
+// Takes the next bytes of what is saved, all of them; may throw.
+using WriteBytes = std::function<void(std::span<const std::byte>)>;
+// Fills the front of a span that is not empty with the next bytes and says with how many, at least
+// 1; 0: there are no more. May throw.
+using ReadBytes = std::function<std::size_t(std::span<std::byte>)>;
 
 }  // namespace verkv
 

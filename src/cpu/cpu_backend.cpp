@@ -161,6 +161,19 @@ class CpuBackend final : public Backend {
     }
   }
 
+  bool shorten(SequenceId id, std::span<const std::int64_t> layers, std::int64_t tokens) override {
+    Sequence& sequence = find(id);
+    std::vector<std::vector<HeadStore>> shorter(layers.size());
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      const std::size_t layer = static_cast<std::size_t>(layers[i]);
+      for (HeadStore& head : sequence.layers[layer])
+        shorter[i].push_back(head.shortened(shapes_[layer], kernels_, tokens));
+    }
+    for (std::size_t i = 0; i < layers.size(); ++i)
+      sequence.layers[static_cast<std::size_t>(layers[i])] = std::move(shorter[i]);
+    return true;
+  }
+
   void truncate(SequenceId id, std::int64_t layer, std::int64_t tokens) override {
     const std::size_t index = static_cast<std::size_t>(layer);
     for (HeadStore& head : find(id).layers[index]) head.truncate(tokens);
@@ -222,6 +235,44 @@ class CpuBackend final : public Backend {
                 attend_slice(layer, index % c.kv_heads, slice, batch, answers, worker);
               });
     count(layer, batch, answers);
+  }
+
+  void read(SequenceId id, std::int64_t layer, std::int64_t first, std::int64_t count,
+            std::byte* keys, std::byte* values) const override {
+    const std::size_t index = static_cast<std::size_t>(layer);
+    read_tokens(shapes_[index], find(id).layers[index], first, count, keys, values);
+  }
+
+  void save(SequenceId id, SavedWriter& writer) const override {
+    const Sequence& sequence = find(id);
+    writer.put(sequence.draw);
+    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
+      writer.put(std::uint8_t{sequence.compressed_before[layer]});
+      writer.put(std::uint8_t{!sequence.layers[layer].empty()});
+    }
+    writer.end();
+    for (const std::vector<HeadStore>& heads : sequence.layers) {
+      for (const HeadStore& head : heads) head.save(writer);
+    }
+  }
+
+  void restore(SequenceId id, SavedReader& reader) override {
+    Sequence& sequence = find(id);
+    reader.begin("sequence");
+    sequence.draw = reader.get<std::uint64_t>();
+    std::vector<std::uint8_t> flags(2 * shapes_.size());
+    reader.get_all(std::span(flags));
+    reader.end();
+    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
+      const LayerShape& shape = shapes_[layer];
+      const std::uint8_t before = flags[2 * layer];
+      const std::uint8_t has_tokens = flags[2 * layer + 1];
+      if (before > 1 || has_tokens > 1 || (has_tokens == 1 && !shape.config.cached) ||
+          (before == 1 && !compressor_.compresses(layer)))
+        reader.refuse(fmt::format("layer {} holds what no such layer does", layer));
+      sequence.compressed_before[layer] = before == 1;
+      if (has_tokens == 1) restore(sequence, layer, reader);
+    }
   }
 
   LayerStatistics statistics(std::int64_t layer) const override {
@@ -411,6 +462,14 @@ class CpuBackend final : public Backend {
   void make_room(std::size_t layer, std::int64_t tokens) {
     const bool compresses = compressor_.compresses(layer) && config_.keep < 1;
     workspaces_.reserve(shapes_[layer], compresses ? tokens : 0, tokens);
+  }
+
+  void restore(Sequence& sequence, std::size_t layer, SavedReader& reader) {
+    std::vector<HeadStore> heads = restore_heads(shapes_[layer], layer, reader);
+    if (heads.front().compressed() > 0 && !sequence.compressed_before[layer])
+      reader.refuse("tokens are compressed, though the sequence never was");
+    make_room(layer, heads.front().tokens());
+    sequence.layers[layer] = std::move(heads);
   }
 
   void make_room(const Growth& growth) {

@@ -20,6 +20,7 @@
 #include "cpu/paged_rows.hpp"
 #include "cpu/window_scores.hpp"
 #include "rows.hpp"
+#include "saved_bytes.hpp"
 #include "sketch_basis.hpp"
 #include "spread_order.hpp"
 
@@ -120,6 +121,20 @@ struct Sketched {
   std::unique_ptr<Sketched> fork();
 };
 
+// Sizes that a saved head begins with.
+struct SavedCounts {
+  std::int64_t tokens = 0;
+  std::int64_t compressed = 0;
+  std::int64_t drawn = 0;
+  std::int64_t walks = 0;
+  // Of the sketch; 0 where it is exact.
+  std::int64_t dim = 0;
+  std::int64_t fine = 0;
+  // Numbers in OrderDirections.
+  std::int64_t key_directions = 0;
+  std::int64_t value_directions = 0;
+};
+
 // Positions [0, compressed) have sketch and odds, which lie in the order of HeadOrder, by *place*;
 // of them only the drawn ones are resident. Positions [compressed, tokens) are the local window:
 // all resident, and their places are their positions. Resident slots: the drawn ones, then the
@@ -136,6 +151,8 @@ class HeadStore {
   // Host tier: key and value of a token side by side, indexed by position.
   Rows host_keys(const LayerShape& shape) const;
   Rows host_values(const LayerShape& shape) const;
+  // Key and value of a token.
+  const std::byte* host_row(std::int64_t position) const { return host_.row(position); }
   const Window& window() const { return window_; }
   const Drawn& drawn() const { return sketched_->drawn; }
 
@@ -186,6 +203,9 @@ class HeadStore {
               std::int64_t head, bool scores) noexcept;
   // Keeps the first `tokens`, at least compressed().
   void truncate(std::int64_t tokens) noexcept;
+  // What is left where only the first `tokens`, fewer than compressed(), stay: all of them
+  // compressed, without room for more. shortened_head.cpp. Shares host rows with this store.
+  HeadStore shortened(const LayerShape& shape, const Kernels& kernels, std::int64_t tokens);
 
   // What the compressor is told of the head; valid until the head changes.
   HeadRows rows(const LayerShape& shape) const;
@@ -212,6 +232,10 @@ class HeadStore {
   // Tokens that there is room for beyond those that are there.
   std::int64_t spare() const { return std::max<std::int64_t>(0, room_ - tokens()); }
 
+  // All but room; saved_head.cpp. Throws FormatError.
+  void save(SavedWriter& writer) const;
+  static HeadStore restore(const LayerShape& shape, SavedReader& reader);
+
   // exclusive: only what no fork holds too.
   void add_memory(MemoryReport& report, bool exclusive) const;
 
@@ -224,6 +248,7 @@ class HeadStore {
     return reinterpret_cast<const T*>(rows.pages()[place >> kPlaceShift]) +
            (place & (kBlockTokens - 1));
   }
+  void restore_sketch(const LayerShape& shape, SavedReader& reader, const SavedCounts& counts);
   void encode(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
               std::span<float> scratch) noexcept;
   void take_clusters(const Clusters& clusters, std::int64_t end) noexcept;
@@ -238,6 +263,13 @@ class HeadStore {
   std::int64_t room_ = 0;
   std::unique_ptr<Sketched> sketched_;  // null before the first compression
 };
+
+// All heads of a layer, of one length; saved_head.cpp. Throws FormatError.
+std::vector<HeadStore> restore_heads(const LayerShape& shape, std::size_t layer,
+                                     SavedReader& reader);
+// Tokens [first, first + count), [token][KV head][dim]; either may be null.
+void read_tokens(const LayerShape& shape, std::span<const HeadStore> heads, std::int64_t first,
+                 std::int64_t count, std::byte* keys, std::byte* values);
 
 // Calls f(first, count) for rows [0, rows.size()) in pieces that lie side by side.
 template <class F>

@@ -71,6 +71,39 @@ float WindowScores::score(std::int64_t token) const noexcept {
   return window_score(square_[at], steps_[at]);
 }
 
+void WindowScores::save(SavedWriter& writer) const {
+  writer.put_all(std::span<const float>(square_));
+  writer.put_all(std::span<const std::uint32_t>(steps_));
+  writer.put(first_);
+  writer.put_all(std::span<const std::uint8_t>(has_given_));
+  for (std::int64_t r = 0; r < rows(); ++r) {
+    if (has_given_[static_cast<std::size_t>(r)] == 0) continue;
+    writer.put_all(std::span(given_).subspan(static_cast<std::size_t>(r * stride_),
+                                             static_cast<std::size_t>(first_ + r + 1)));
+  }
+}
+
+void WindowScores::restore(SavedReader& reader, std::int64_t tokens) {
+  square_.resize(static_cast<std::size_t>(tokens));
+  steps_.resize(static_cast<std::size_t>(tokens));
+  reader.get_all(std::span(square_));
+  reader.get_all(std::span(steps_));
+  first_ = reader.get<std::int64_t>();
+  reader.get_all(std::span<std::uint8_t>(has_given_));
+  if (first_ < 0 || first_ > tokens || rows() > kMostScoredTokens)
+    reader.refuse("scores of tokens that are not there");
+  stride_ = tokens;
+  given_.assign(static_cast<std::size_t>(rows() * stride_), 0.0f);
+  for (std::int64_t r = 0; r < kMostScoredTokens; ++r) {
+    const std::uint8_t given = has_given_[static_cast<std::size_t>(r)];
+    if (given > 1 || (given == 1 && r >= rows()))
+      reader.refuse("scores of tokens that are not there");
+    if (given == 0) continue;
+    reader.get_all(std::span(given_).subspan(static_cast<std::size_t>(r * stride_),
+                                             static_cast<std::size_t>(first_ + r + 1)));
+  }
+}
+
 std::int64_t WindowScores::bytes() const {
   return tokens() * static_cast<std::int64_t>(sizeof(float) + sizeof(std::uint32_t)) +
          rows() * tokens() * static_cast<std::int64_t>(sizeof(float));

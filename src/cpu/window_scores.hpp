@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "saved_bytes.hpp"
 #include "window_score.hpp"
 
 namespace verkv::cpu {
@@ -40,6 +41,10 @@ class WindowScores {
 
   // Root mean square probability of a token, of what has been taken in; 0 if it was never attended.
   float score(std::int64_t token) const noexcept;
+
+  // All of it; restore takes the place of scores of no tokens. `tokens`: of the saved window.
+  void save(SavedWriter& writer) const;
+  void restore(SavedReader& reader, std::int64_t tokens);
 
   std::int64_t bytes() const;
   std::int64_t spare_bytes() const;

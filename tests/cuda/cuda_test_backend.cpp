@@ -6,7 +6,7 @@
 namespace verkv::test {
 
 const TestBackend& backend() {
-  static const TestBackend cuda{false, false, false, true, VERKV_TEST_THINNING};
+  static const TestBackend cuda{false, false, false, false, false, true, VERKV_TEST_THINNING};
   return cuda;
 }
 

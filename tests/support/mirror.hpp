@@ -90,6 +90,14 @@ class Mirror {
         if (head.key.size() <= n) continue;
         head.key.resize(n);
         head.value.resize(n);
+        if (n < head.odds.size()) {
+          head.odds.resize(n);
+          head.resident.resize(n);
+          for (std::vector<std::uint32_t>& walk : head.walks)
+            std::erase_if(walk, [n](std::uint32_t position) { return position >= n; });
+          std::erase_if(head.walks, [](const auto& walk) { return walk.empty(); });
+          reserved_[layer] = 0;
+        }
         head.window_square.resize(n - head.odds.size());
         head.window_steps.resize(n - head.odds.size());
         head.given.erase(head.given.lower_bound(n), head.given.end());

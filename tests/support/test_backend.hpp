@@ -19,6 +19,10 @@ struct TestBackend {
   // Outputs and LSE do not change by a bit with rows of the batch or the room of the buffers;
   // otherwise they agree to rounding. Decisions never change.
   bool equal_outputs = true;
+  // Serves save, restore and read.
+  bool saves = true;
+  // Goes back to before the local window.
+  bool shortens = true;
   // Has scalar kernels beside the vector ones.
   bool vector_code = true;
   // Holds a place for each token of the window, and the odds of a cluster that is not full twice.
