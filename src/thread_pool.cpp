@@ -5,16 +5,25 @@
 #include <algorithm>
 #include <new>
 #include <system_error>
+#include <utility>
 
 #include <verkv/error.hpp>
 
 namespace verkv {
 
+namespace {
+
+int wanted_threads(int threads) {
+  return threads > 0 ? threads
+                     : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+}  // namespace
+
 ThreadPool::ThreadPool(int threads, const StartThread& start_thread) {
-  const int wanted =
-      threads > 0 ? threads : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  const int wanted = wanted_threads(threads);
   const auto refuse = [&](const char* reason) {
-    const int running = size();
+    const int running = static_cast<int>(threads_.size()) + 1;
     stop();
     throw CapacityError(fmt::format("{} threads are wanted; the system gives no more than {}: {}",
                                     wanted, running, reason),
@@ -33,7 +42,14 @@ ThreadPool::ThreadPool(int threads, const StartThread& start_thread) {
     stop();
     throw;
   }
+  size_ = wanted;
 }
+
+ThreadPool::ThreadPool(int threads, Executor executor)
+    : size_(wanted_threads(threads)),
+      executor_(std::move(executor)),
+      part_([this](int part) { run_part(part); }),
+      has_begun_(static_cast<std::size_t>(size_)) {}
 
 ThreadPool::~ThreadPool() { stop(); }
 
@@ -47,23 +63,67 @@ void ThreadPool::stop() noexcept {
 }
 
 void ThreadPool::run_erased(std::int64_t count, Function function, const void* context) {
-  if (count <= 1 || threads_.empty()) {
+  if (count <= 1 || size_ == 1) {
     for (std::int64_t index = 0; index < count; ++index) function(context, 0, index);
     return;
   }
+  const int parts = static_cast<int>(std::min<std::int64_t>(count, size_));
   {
     const std::lock_guard lock(mutex_);
     function_ = function;
     context_ = context;
     count_ = count;
     next_ = 0;
-    busy_ = static_cast<int>(threads_.size());
-    ++generation_;
   }
-  start_.notify_all();
+  executor_ ? run_on_executor(parts) : run_on_own_threads(parts - 1);
+}
+
+void ThreadPool::run_on_own_threads(int helpers) {
+  {
+    const std::lock_guard lock(mutex_);
+    open_ = helpers;
+  }
+  for (int i = 0; i < helpers; ++i) start_.notify_one();
   work(0);
   std::unique_lock lock(mutex_);
+  open_ = 0;  // nothing is left for those that have not woken up
   done_.wait(lock, [this] { return busy_ == 0; });
+}
+
+void ThreadPool::run_on_executor(int parts) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    parts_ = parts;
+  }
+  try {
+    executor_(parts, part_);
+  } catch (...) {
+    // What is left is done below.
+  }
+  {
+    std::unique_lock lock(mutex_);
+    parts_ = 0;  // a part that comes later finds nothing
+    done_.wait(lock, [this] { return busy_ == 0; });
+    std::fill(has_begun_.begin(), has_begun_.end(), std::uint8_t{0});
+  }
+  work(0);
+}
+
+void ThreadPool::run_part(int part) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (part < 0 || part >= parts_) return;
+    std::uint8_t& begun = has_begun_[static_cast<std::size_t>(part)];
+    if (begun != 0) return;  // buffers of a worker serve one thread
+    begun = 1;
+    ++busy_;
+  }
+  work(part);
+  {
+    const std::lock_guard lock(mutex_);
+    --busy_;
+  }
+  done_.notify_one();
 }
 
 void ThreadPool::work(int worker) {
@@ -81,13 +141,13 @@ void ThreadPool::work(int worker) {
 }
 
 void ThreadPool::loop(int worker) {
-  std::uint64_t seen = 0;
   for (;;) {
     {
       std::unique_lock lock(mutex_);
-      start_.wait(lock, [&] { return stop_ || generation_ != seen; });
+      start_.wait(lock, [&] { return stop_ || open_ > 0; });
       if (stop_) return;
-      seen = generation_;
+      --open_;
+      ++busy_;
     }
     work(worker);
     {

@@ -1,4 +1,4 @@
-// A fixed set of threads that run the independent tasks of one step.
+// A fixed set of threads that run the independent tasks of one step, of its own or of an engine's.
 #ifndef VERKV_SRC_THREAD_POOL_HPP
 #define VERKV_SRC_THREAD_POOL_HPP
 
@@ -9,6 +9,8 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include <verkv/settings.hpp>
 
 namespace verkv {
 
@@ -23,14 +25,16 @@ class ThreadPool {
       int threads, const StartThread& start_thread = [](std::function<void()> loop) {
         return std::thread(std::move(loop));
       });
+  // With the threads of an executor, at most so many at a time; <= 0: as above. Starts none.
+  ThreadPool(int threads, Executor executor);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  int size() const { return static_cast<int>(threads_.size()) + 1; }
+  int size() const { return size_; }
 
   // Runs task(worker, index) for index in [0, count), worker in [0, size()), and waits for all.
-  // Allocates nothing. The task must not throw. One call at a time.
+  // Wakes no more threads than there are tasks. Allocates nothing. The task must not throw. One call at a time.
   template <class Task>
   void run(std::int64_t count, const Task& task) {
     run_erased(
@@ -44,11 +48,17 @@ class ThreadPool {
  private:
   using Function = void (*)(const void* context, int worker, std::int64_t index);
   void run_erased(std::int64_t count, Function function, const void* context);
+  void run_on_own_threads(int helpers);
+  void run_on_executor(int parts) noexcept;
+  void run_part(int worker);
   void work(int worker);
   void loop(int worker);
   void stop() noexcept;
 
+  int size_ = 1;
   std::vector<std::thread> threads_;
+  Executor executor_;
+  std::function<void(int)> part_;
   std::mutex mutex_;
   std::condition_variable start_;
   std::condition_variable done_;
@@ -56,8 +66,12 @@ class ThreadPool {
   const void* context_ = nullptr;
   std::int64_t count_ = 0;
   std::int64_t next_ = 0;
-  std::uint64_t generation_ = 0;
+  // Threads that are still to begin with these tasks, and those that have begun. Of an executor:
+  // parts that may begin are below parts_, and has_begun_ says which have.
+  int open_ = 0;
   int busy_ = 0;
+  int parts_ = 0;
+  std::vector<std::uint8_t> has_begun_;
   bool stop_ = false;
 };
 

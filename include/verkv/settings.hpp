@@ -11,6 +11,7 @@
 #define VERKV_SETTINGS_HPP
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -116,6 +117,12 @@ struct StudyConfig {
   bool vector_code = true;
 };
 
+// Calls part(0) .. part(parts - 1), each once, on whichever threads, side by side or one after the
+// other, and returns when all have returned; part does not throw, and may find nothing left to do.
+// It is called from within a call of the cache, on the thread of that call. Should it throw, leave
+// parts out or return early, the thread of the call does what is left, and what it throws is lost.
+using Executor = std::function<void(int parts, const std::function<void(int)>& part)>;
+
 // Designated initialisers may leave out what they like: every member has an initialiser.
 struct CacheConfig {
   std::vector<LayerConfig> layers;
@@ -146,6 +153,9 @@ struct CacheConfig {
   std::uint64_t seed = 0;
   // At least 1; none: one per hardware thread. Results do not depend on it.
   std::optional<int> threads = std::nullopt;
+  // Threads of the engine's own; then `threads` is how many of them work at a time, and the cache
+  // starts none.
+  Executor executor = nullptr;
   StudyConfig study = {};
 };
 

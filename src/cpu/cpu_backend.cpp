@@ -50,7 +50,8 @@ class CpuBackend final : public Backend {
       : config_(config),
         compressor_(config),
         kernels_(config.study.vector_code ? vector_kernels() : scalar_kernels()),
-        pool_(config.threads.value_or(0)),
+        pool_(config.executor ? ThreadPool(config.threads.value_or(0), config.executor)
+                              : ThreadPool(config.threads.value_or(0))),
         workspaces_(pool_.size(), fetch_rules(config)),
         statistics_(config.layers.size()) {
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
