@@ -54,9 +54,9 @@ struct KvHeadReport {
 // Tokens of one layer. Row i is the next token of sequences[i]; consecutive rows of a sequence are
 // its next tokens, in order. Rows of kNoSequence are skipped.
 struct AppendBatch {
-  std::span<const SequenceId> sequences;
-  TensorView keys;    // [row][KV head][key_dim]; f32, f16 or bf16, any strides
-  TensorView values;  // [row][KV head][value_dim]
+  std::span<const SequenceId> sequences = {};
+  TensorView keys = {};    // [row][KV head][key_dim]; f32, f16 or bf16, any strides
+  TensorView values = {};  // [row][KV head][value_dim]
 };
 
 // What KvCacheManager::truncate came to.
@@ -86,19 +86,19 @@ enum class RowStatus : std::uint8_t {
 // tokens up to itself. k: at most the tokens of the local window, or 1.
 // Outputs and reports must not overlap each other nor any input. Sizes are exact.
 struct AttendBatch {
-  std::span<const SequenceId> sequences;
+  std::span<const SequenceId> sequences = {};
   // [row][query head][key_dim], f32, f16 or bf16, any strides.
-  TensorView queries;
+  TensorView queries = {};
   // [row][query head][value_dim], dense.
-  std::span<float> output;
+  std::span<float> output = {};
   // [row][query head], natural logarithm of the softmax denominator; or empty.
-  std::span<float> lse;
+  std::span<float> lse = {};
   // [row][query head]; or empty.
-  std::span<QueryHeadReport> query_reports;
+  std::span<QueryHeadReport> query_reports = {};
   // [row][KV head]; or empty.
-  std::span<KvHeadReport> kv_reports;
+  std::span<KvHeadReport> kv_reports = {};
   // [row]; or empty, and then a query that is not finite fails the call.
-  std::span<RowStatus> row_status;
+  std::span<RowStatus> row_status = {};
 };
 
 // Bytes in use, by tier and purpose.
