@@ -27,6 +27,7 @@ host      | cuda/*                                                   | words sta
 common    | examples/common/*                                        | words stages settings reports manager recorded umbrella | fmt nlohmann unistd.h sys
 replay    | examples/replay/*                                        | words stages settings reports manager recorded umbrella common | fmt nlohmann CLI unistd.h
 decode    | examples/decode_loop/*                                   | words stages settings reports manager umbrella | fmt
+serving   | examples/serving_loop/*                                  | words stages settings reports manager umbrella | fmt
 llama     | examples/llama_cpp/*                                     | words stages settings reports manager recorded umbrella common | fmt nlohmann CLI ggml llama Eigen unistd.h sys
 quality   | bench/text_quality/*                                     | words stages settings reports manager recorded umbrella common llama | fmt nlohmann CLI ggml llama Eigen unistd.h sys
 bench     | bench/*                                                  | words stages settings reports manager recorded front cpu src kernels host | fmt nlohmann Eigen benchmark cuda cub time.h
