@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # docs.sh RULE TREE: fails and prints the offending places when a page of TREE names what is not there.
-#   links  links inside the project and their anchors, paths and file names in code spans
+#   links  links inside the project and their anchors, paths and file names in code spans; the cases of a
+#          test, as in `tests/FILE_test.cpp`: beginning of a case; up to the end of the cell of the table
 #   names  identifiers in code spans; docs/lab.md and the changelog may name what is gone
 set -uo pipefail
 export LC_ALL=C
@@ -57,12 +58,16 @@ case $rule in
               echo "$page: there is no file \`$span\`" ;;
         esac
       done >>"$bad"
+      prose "$page" | grep -oE '`tests/[a-z0-9_/]+_test\.cpp`: [^;|]+' | while IFS= read -r cited; do
+        file=${cited#?} name=$(sed -E 's/^[^:]*: *//; s/ *$//' <<<"$cited")
+        grep -qF -- "(\"$name" "${file%%\`*}" 2>/dev/null || echo "$page: no case of ${file%%\`*} begins with: $name"
+      done >>"$bad"
     done
     ;;
   names)
     grep -rhoEI --exclude-dir=golden --exclude="*self_test.sh" --exclude=docs.sh '[A-Za-z_][A-Za-z0-9_]*' "${code[@]}" | sort -u >"$scratch/words"
     # Tests are registered under the stem of their file, behind the name of their folder.
-    find tests -name '*_test.cpp' | sed -E 's|.*/||; s|_test\.cpp$||' | sed -E 's|.*|cuda_&\ncpu_device_&|' \
+    find tests -name '*_test.cpp' | sed -E 's|.*/||; s|_test\.cpp$||' | sed -E 's|.*|&_test\ncuda_&\ncpu_device_&|' \
       >>"$scratch/words"
     # Names of other projects.
     printf '%s\n' CUDAToolkit FLASH_ATTN_EXT save_file verkv_DIR >>"$scratch/words"

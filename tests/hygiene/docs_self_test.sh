@@ -11,8 +11,10 @@ breaks() {
   rm -rf "$tree"
   mkdir -p "$tree"/{include,tests,docs/math}
   echo 'int shrinkage_beta(int w_sketched);' >"$tree/include/f.hpp"
+  echo 'TEST_CASE("Tokens come and go")' >"$tree/tests/f_test.cpp"
   printf '%s\n' '# A page' '## Its heading: one' >"$tree/docs/other.md"
   printf '%s\n' 'See [it](docs/other.md#its-heading-one) and `shrinkage_beta(w_sketched, rho_i)` in `f.hpp`.' \
+    '| `tests/f_test.cpp`: Tokens come |' \
     '```' 'not_checked [x](y)' '```' >"$tree/README.md"
   local status=0
   "$check" "$1" "$tree" || failures=$((failures + 1))
@@ -29,6 +31,7 @@ breaks links '[no such heading](docs/other.md#its-heading)'
 breaks links 'a picture: ![x](docs/x.svg)'
 breaks links 'the file `gone.cpp`'
 breaks links 'the path `include/gone.hpp`'
+breaks links '| `tests/f_test.cpp`: Tokens go; `tests/f_test.cpp`: Tokens come back |'
 breaks names 'the function `shrinkage_gamma`'
 breaks names 'the type `FetchOrder`'
 
