@@ -127,7 +127,8 @@ class CudaBackend final : public Backend {
     reserve_growths(growths);
   }
 
-  void append(std::int64_t layer_index, std::span<const AppendPart> parts) override {
+  void append(std::int64_t layer_index, std::span<const AppendPart> parts,
+              Totals& totals) override {
     const CurrentDevice current(options_.device);
     std::vector<Growth> growths;
     for (const AppendPart& part : parts) {
@@ -137,7 +138,21 @@ class CudaBackend final : public Backend {
       check_stored("keys", part.keys, config_.storage, part.row);
       check_stored("values", part.values, config_.storage, part.row);
     }
+    std::vector<std::unique_ptr<Booking>> bookings;
+    for (const AppendPart& part : parts)
+      bookings.push_back(std::make_unique<Booking>(&totals, part.sequence, layer_index));
     reserve_growths(growths);
+    // Where tokens went that were there before a reservation, there is no room for what the queries of
+    // others in their place give.
+    for (const AppendPart& part : parts) {
+      Sequence& sequence = find(part.sequence);
+      LayerStore& store = *sequence.layers[size(layer_index)];
+      const bool scores = scores_window(part.sequence, layer_index);
+      if (!part.reserved || store.has_room(part.keys.tokens, scores)) continue;
+      HeadView* table = entries(size(layer_index), sequence);
+      store.settle(table, stream_);
+      store.reserve_append(std::max(store.spare(), part.keys.tokens), scores, table, stream_);
+    }
     for (const AppendPart& part : parts) append_rows(layer_index, part);
   }
 
@@ -199,7 +214,7 @@ class CudaBackend final : public Backend {
     sequence.draw = draw;
   }
 
-  void check_queries(const AttendBatch& batch) override {
+  void prepare_attend(const AttendBatch& batch) override {
     if (options_.views == MemorySpace::host) verkv::check_queries(batch);
   }
 

@@ -21,6 +21,7 @@
 #include "sketch_basis.hpp"
 #include "spread_order.hpp"
 #include "views.hpp"
+#include "window_score.hpp"
 
 namespace verkv::cuda {
 
@@ -50,6 +51,10 @@ class LayerStore {
   void reserve_append(std::int64_t count, bool scores, HeadView* table, cudaStream_t stream);
   // Tokens that there is room for beyond those that are there.
   std::int64_t spare() const { return std::max<std::int64_t>(0, room_ - tokens()); }
+  // Whether there is room for what the queries of `count` tokens that come at once give, too.
+  bool has_room(std::int64_t count, bool scores) const {
+    return count <= spare() && (!scores || std::min(count, kMostScoredTokens) <= given_rows_);
+  }
   // Enqueues the rows of `step`, whose first token is number `offset` of those being added; its
   // heads, first and counts are filled in here. counts: whether these are the last of the tokens
   // and the table should count them in.

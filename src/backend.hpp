@@ -35,6 +35,37 @@ struct AppendPart {
   std::int64_t row = -1;  // of its batch, where it begins; -1: there is none
 };
 
+// The totals of memory, which need to see what each sequence of a call changes by itself: what one of
+// them stops sharing with another is the other's own from then on, and no more than before.
+class Totals {
+ public:
+  // sign: -1 before a layer of a sequence changes, 1 after.
+  virtual void book(SequenceId sequence, std::int64_t layer, std::int64_t sign) noexcept = 0;
+
+ protected:
+  ~Totals() = default;
+};
+
+// Lives as long as something changes, also where that ends in an exception. Never two at a time for
+// sequences that share memory.
+class Booking {
+ public:
+  Booking(Totals* totals, SequenceId sequence, std::int64_t layer)
+      : totals_(totals), sequence_(sequence), layer_(layer) {
+    if (totals_ != nullptr) totals_->book(sequence_, layer_, -1);
+  }
+  ~Booking() {
+    if (totals_ != nullptr) totals_->book(sequence_, layer_, 1);
+  }
+  Booking(const Booking&) = delete;
+  Booking& operator=(const Booking&) = delete;
+
+ private:
+  Totals* totals_;
+  SequenceId sequence_;
+  std::int64_t layer_;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -55,8 +86,8 @@ class Backend {
   // of them fails for no want of memory. All or nothing. Each (sequence, layer) at most once.
   virtual void reserve(std::span<const Growth> growths) = 0;
   // All or nothing; each sequence at most once. Throws InvalidArgument on a number that is not
-  // finite or does not fit the storage type.
-  virtual void append(std::int64_t layer, std::span<const AppendPart> parts) = 0;
+  // finite or does not fit the storage type. totals: told of all that changes.
+  virtual void append(std::int64_t layer, std::span<const AppendPart> parts, Totals& totals) = 0;
   // Keeps the first `tokens`, not fewer than are compressed nor more than there are.
   virtual void truncate(SequenceId sequence, std::int64_t layer, std::int64_t tokens) = 0;
   // Keeps the first `tokens`, fewer than are compressed, in these layers. All or nothing. false:
@@ -70,9 +101,9 @@ class Backend {
                         std::span<const TensorView> prompt_queries) = 0;
   virtual void redraw(SequenceId sequence, std::uint64_t draw) = 0;
 
-  // Throws what attend would throw of the queries' numbers, and fills row_status. Where a backend
-  // does not read numbers before it computes, does nothing.
-  virtual void check_queries(const AttendBatch& batch) = 0;
+  // Throws what attend would throw, of the queries' numbers and for want of memory, and fills
+  // row_status. A device reads and allocates nothing before it computes.
+  virtual void prepare_attend(const AttendBatch& batch) = 0;
   // Padding rows are written too (output 0, LSE -infinity, empty reports), and so are rows with a bad
   // query where there is a row_status. Throws InvalidArgument on a query that is not finite, unless
   // there is.
@@ -91,9 +122,10 @@ class Backend {
 
   // Of one cached layer of a sequence; workspace_bytes stays 0.
   virtual MemoryReport memory(SequenceId sequence, std::int64_t layer) const noexcept = 0;
-  // Likewise, without what other sequences hold too; as it stands: where they share nothing. The sum over all sequences and of what they
-  // share changes only in the calls above, by what this changes for the sequence that a call is
-  // given; by all of it for a sequence that fork makes or release frees.
+  // Likewise, without what other sequences hold too; as it stands: where they share nothing. The sum
+  // over all sequences and of what they share changes only in the calls above, by what this changes
+  // for the sequence that a call is given (of append: between the two calls of Totals); by all of it
+  // for a sequence that fork makes or release frees.
   virtual MemoryReport own_memory(SequenceId sequence, std::int64_t layer) const noexcept {
     return memory(sequence, layer);
   }

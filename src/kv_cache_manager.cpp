@@ -35,7 +35,7 @@ constexpr std::int64_t kWindowMetadataBytes = 12;
 
 }  // namespace
 
-struct KvCacheManager::Impl {
+struct KvCacheManager::Impl final : Totals {
   using Bytes = TierBytes;
 
   // Calls share the backend's threads and workspaces, so they take turns.
@@ -94,26 +94,26 @@ struct KvCacheManager::Impl {
     return sum;
   }
 
-  void book(SequenceId id, std::int64_t layer, std::int64_t sign) noexcept {
+  void book(SequenceId id, std::int64_t layer, std::int64_t sign) noexcept override {
     add(total, backend->own_memory(id, layer), sign);
     promised.add(promise(id, layer), sign);
   }
 
-  // Calls change(), which may change what sequences hold in the layers that each(f) calls f with,
+  // Calls change(), which may change what one sequence holds in the layers that each(f) calls f with,
   // and keeps the totals right even where it throws: an operation that fails may have reserved.
   template <class Each, class Change>
   void booked(const Each& each, Change&& change) {
-    struct Booking {
+    struct Bracket {
       Impl& impl;
       const Each& each;
 
-      Booking(Impl& to, const Each& all) : impl(to), each(all) { book(-1); }
-      ~Booking() { book(1); }
+      Bracket(Impl& to, const Each& all) : impl(to), each(all) { book(-1); }
+      ~Bracket() { book(1); }
       void book(std::int64_t sign) noexcept {
         each([&](SequenceId id, std::int64_t layer) { impl.book(id, layer, sign); });
       }
     };
-    const Booking booking(*this, each);
+    const Bracket bracket(*this, each);
     change();
   }
 
@@ -234,10 +234,7 @@ struct KvCacheManager::Impl {
       freed.add(promise(part.sequence, layer));
     }
     if (wanted.host > 0) check_limits(wanted, freed);
-    const auto each = [&](auto&& f) {
-      for (const AppendPart& part : all) f(part.sequence, layer);
-    };
-    booked(each, [&] { backend->append(layer, all); });
+    backend->append(layer, all, *this);
   }
 
   // The time is shared out by the rows that each layer compressed.
@@ -519,7 +516,7 @@ void KvCacheManager::step(std::int64_t layer_index, const TensorView& keys,
   check_batch(batch, layer);
   const AppendBatch appended{batch.sequences, keys, values};
   check_batch(appended, layer);
-  impl_->backend->check_queries(batch);
+  impl_->backend->prepare_attend(batch);
   impl_->cut_into_parts(appended);
   impl_->append(layer_index, impl_->parts);
   const Stopwatch watch = impl_->times.attending(layer_index);

@@ -108,6 +108,40 @@ TEST_CASE("Totals of memory are the sum over sequences after any operations") {
   }
 }
 
+TEST_CASE("Totals count once what sequences of one batch stop sharing") {
+  CacheConfig config;
+  config.layers = {{.kv_heads = 2, .query_heads = 2, .key_dim = kDim, .value_dim = kDim}};
+  config.keep = 0.25;
+  config.local_tokens = 4;
+  config.chunk_tokens = 8;
+  config.compress_from = 0;
+  config.threads = 1;
+  const auto cache = verkv::make_cpu_cache(config);
+  const std::vector<std::int64_t> empty = fields(cache->memory());
+  Random random(5);
+  std::vector<float> numbers(static_cast<std::size_t>(40 * 2 * kDim));
+  for (float& x : numbers) x = static_cast<float>(random.normal());
+  const std::vector<float> scores(80, 1.0f);
+  const auto rows = [&](std::int64_t count) {
+    return verkv::token_major(numbers.data(), DType::f32, count, 2, kDim);
+  };
+  const SequenceId parent = cache->create_sequence();
+  cache->append(parent, 0, rows(40), rows(40));
+  const ImportanceView importance{scores.data(), 2, 40, 40};
+  cache->compress(parent, {&importance, 1});
+  const SequenceId child = cache->fork(parent);
+  // Rows of the window at first, and of the sketch where a chunk goes.
+  const std::vector<SequenceId> both = {child, child, parent};
+  for (int i = 0; i < 20; ++i) cache->append(0, {both, rows(3), rows(3)});
+  REQUIRE(cache->compressed_tokens(child, 0) > 40);
+  cache->erase(parent);
+  CHECK(fields(cache->memory()) == summed(*cache, {child}));
+  cache->erase(child);
+  std::vector<std::int64_t> left = fields(cache->memory());
+  left[5] = empty[5];  // buffers of a step
+  CHECK(left == empty);
+}
+
 // Counts what the manager asks for. A sequence's layer holds 10 bytes a token.
 class CountingBackend final : public verkv::Backend {
  public:
@@ -125,8 +159,10 @@ class CountingBackend final : public verkv::Backend {
   void reserve(std::span<const verkv::Growth> growths) override {
     for (const verkv::Growth& growth : growths) touched(growth.sequence);
   }
-  void append(std::int64_t layer, std::span<const verkv::AppendPart> parts) override {
+  void append(std::int64_t layer, std::span<const verkv::AppendPart> parts,
+              verkv::Totals& totals) override {
     for (const verkv::AppendPart& part : parts) {
+      const verkv::Booking booking(&totals, part.sequence, layer);
       touched(part.sequence);
       lengths_[part.sequence.value][layer] += part.keys.tokens;
     }
@@ -142,7 +178,7 @@ class CountingBackend final : public verkv::Backend {
     touched(id);
   }
   void redraw(SequenceId id, std::uint64_t) override { touched(id); }
-  void check_queries(const AttendBatch&) override {}
+  void prepare_attend(const AttendBatch&) override {}
   void attend(std::int64_t, const AttendBatch&) override {}
   LayerStatistics statistics(std::int64_t) const override { return {}; }
   void reset_statistics() override {}

@@ -120,18 +120,10 @@ class CpuBackend final : public Backend {
     return config_.chunk_tokens && find(id).compressed_before[static_cast<std::size_t>(layer)];
   }
 
-  void reserve(std::span<const Growth> growths) override {
-    std::vector<Prepared> prepared;
-    for (const Growth& growth : growths) {
-      // First, since what a compression leaves of a window keeps its room.
-      make_room(growth);
-      prepared.push_back(prepare_outgrown(growth));
-    }
-    // Nothing fails from here on.
-    for (Prepared& one : prepared) commit(one);
-  }
+  void reserve(std::span<const Growth> growths) override { reserve(growths, nullptr); }
 
-  void append(std::int64_t layer_index, std::span<const AppendPart> parts) override {
+  void append(std::int64_t layer_index, std::span<const AppendPart> parts,
+              Totals& totals) override {
     for (const AppendPart& part : parts) {
       check_stored("keys", part.keys, config_.storage, part.row);
       check_stored("values", part.values, config_.storage, part.row);
@@ -141,18 +133,21 @@ class CpuBackend final : public Backend {
     for (const AppendPart& part : parts) {
       if (!part.reserved) growths.push_back({part.sequence, layer_index, part.keys.tokens});
     }
-    if (!growths.empty()) reserve(growths);
+    if (!growths.empty()) reserve(growths, &totals);
     const std::size_t layer = static_cast<std::size_t>(layer_index);
-    // Room that has been reserved may be in a page that a fork has tokens in.
+    // Room that has been reserved may be in a page that a fork has tokens in; and where tokens went
+    // that were there before it was, there is none for what the queries of others in their place give.
     for (const AppendPart& part : parts) {
       if (!part.reserved) continue;
+      const Booking booking(&totals, part.sequence, layer_index);
+      const bool scores = scores_window(part.sequence, layer_index);
       for (HeadStore& head : find(part.sequence).layers[layer]) {
-        if (head.has_room(part.keys.tokens)) continue;
-        head.reserve_append(std::max(head.spare(), part.keys.tokens),
-                            scores_window(part.sequence, layer_index));
+        if (head.has_room(part.keys.tokens, scores)) continue;
+        head.reserve_append(std::max(head.spare(), part.keys.tokens), scores);
       }
     }
     for (const AppendPart& part : parts) {
+      const Booking booking(&totals, part.sequence, layer_index);
       const bool scores = scores_window(part.sequence, layer_index);
       std::vector<HeadStore>& heads = find(part.sequence).layers[layer];
       for (std::size_t h = 0; h < heads.size(); ++h) {
@@ -215,21 +210,23 @@ class CpuBackend final : public Backend {
     sequence.draw = draw;
   }
 
-  void check_queries(const AttendBatch& batch) override { verkv::check_queries(batch); }
-
-  void attend(std::int64_t layer_index, const AttendBatch& batch) override {
-    verkv::check_queries(batch);
-    const std::size_t layer = static_cast<std::size_t>(layer_index);
-    const LayerConfig& c = shapes_[layer].config;
+  void prepare_attend(const AttendBatch& batch) override {
+    check_queries(batch);
     const std::int64_t rows = static_cast<std::int64_t>(batch.sequences.size());
     // Only more rows than ever have something to grow.
     if (batch.query_reports.empty()) reserve(query_reports_, rows, &LayerConfig::query_heads);
     if (batch.kv_reports.empty()) reserve(kv_reports_, rows, &LayerConfig::kv_heads);
+    cut_into_slices(batch);
+  }
+
+  void attend(std::int64_t layer_index, const AttendBatch& batch) override {
+    prepare_attend(batch);
+    const std::size_t layer = static_cast<std::size_t>(layer_index);
+    const LayerConfig& c = shapes_[layer].config;
     Answers answers;
     answers.query_reports =
         batch.query_reports.empty() ? std::span(query_reports_) : batch.query_reports;
     answers.kv_reports = batch.kv_reports.empty() ? std::span(kv_reports_) : batch.kv_reports;
-    cut_into_slices(batch);
     pool_.run(static_cast<std::int64_t>(slices_.size()) * c.kv_heads,
               [&](int worker, std::int64_t index) {
                 const Slice& slice = slices_[static_cast<std::size_t>(index / c.kv_heads)];
@@ -473,6 +470,25 @@ class CpuBackend final : public Backend {
     sequence.layers[layer] = std::move(heads);
   }
 
+  // totals: none where the caller keeps them.
+  void reserve(std::span<const Growth> growths, Totals* totals) {
+    std::vector<Prepared> prepared;
+    for (const Growth& growth : growths) {
+      const Booking booking(totals, growth.sequence, growth.layer);
+      // First, since what a compression leaves of a window keeps its room.
+      make_room(growth);
+      prepared.push_back(prepare_outgrown(growth));
+    }
+    // Nothing fails from here on.
+    for (std::size_t i = 0; i < growths.size(); ++i) {
+      const Growth& growth = growths[i];
+      const Booking booking(totals, growth.sequence, growth.layer);
+      for (HeadStore& store : find(growth.sequence).layers[static_cast<std::size_t>(growth.layer)])
+        store.window_scores().settle();
+      commit(prepared[i]);
+    }
+  }
+
   void make_room(const Growth& growth) {
     const std::size_t layer = static_cast<std::size_t>(growth.layer);
     const LayerShape& shape = shapes_[layer];
@@ -548,13 +564,13 @@ class CpuBackend final : public Backend {
     Sequence& sequence = find(growth.sequence);
     if (!sequence.compressed_before[layer]) return {};
     std::vector<HeadStore>& stores = sequence.layers[layer];
-    for (HeadStore& store : stores) store.window_scores().settle();
     const LayerLengths lengths = lengths_of(stores);
     const std::int64_t outgrown = compressor_.outgrown(layer, lengths);
     if (outgrown == 0) return {};
     std::vector<float> score;
     for (const HeadStore& store : stores) {
-      for (std::int64_t i = 0; i < outgrown; ++i) score.push_back(store.window_scores().score(i));
+      for (std::int64_t i = 0; i < outgrown; ++i)
+        score.push_back(store.window_scores().settled_score(i));
     }
     return prepare(sequence, compressor_.window(sequence.draw, layer, lengths, score), {});
   }

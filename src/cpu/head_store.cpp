@@ -171,9 +171,9 @@ void HeadStore::reserve_append(std::int64_t count, bool scores) {
   room_ = tokens() + count;
 }
 
-bool HeadStore::has_room(std::int64_t count) const {
-  return count <= spare() && host_.has_room(count) && window_.key.has_room(count) &&
-         window_.value.has_room(count);
+bool HeadStore::has_room(std::int64_t count, bool scores) const {
+  return count <= spare() && scores_.has_room(count, scores) && host_.has_room(count) &&
+         window_.key.has_room(count) && window_.value.has_room(count);
 }
 
 void HeadStore::append(const LayerShape& shape, const TensorView& keys, const TensorView& values,

@@ -197,7 +197,7 @@ class HeadStore {
   // a redraw comes between. scores: whether queries of these tokens are to score the local window.
   void reserve_append(std::int64_t count, bool scores);
   // Whether append of so many writes to memory that no fork holds, and needs no more of it.
-  bool has_room(std::int64_t count) const;
+  bool has_room(std::int64_t count, bool scores) const;
   // Adds tokens of KV head `head` of the views, already checked to fit the storage type.
   void append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
               std::int64_t head, bool scores) noexcept;

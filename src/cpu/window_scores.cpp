@@ -15,6 +15,13 @@ void WindowScores::reserve(std::int64_t count, bool scores) {
   if (wanted > given_.size()) reserve_more(given_, wanted - given_.size());
 }
 
+bool WindowScores::has_room(std::int64_t count, bool scores) const {
+  const std::size_t all = static_cast<std::size_t>(tokens() + count);
+  if (all > square_.capacity() || all > steps_.capacity()) return false;
+  return !scores ||
+         static_cast<std::size_t>(given_numbers(count, tokens() + count)) <= given_.capacity();
+}
+
 void WindowScores::append(std::int64_t count, bool scores) noexcept {
   settle();
   const std::int64_t all = tokens() + count;
@@ -69,6 +76,19 @@ void WindowScores::has_given(std::int64_t window, bool given) noexcept {
 float WindowScores::score(std::int64_t token) const noexcept {
   const std::size_t at = static_cast<std::size_t>(token);
   return window_score(square_[at], steps_[at]);
+}
+
+float WindowScores::settled_score(std::int64_t token) const noexcept {
+  const std::size_t at = static_cast<std::size_t>(token);
+  float square = square_[at];
+  std::uint32_t steps = steps_[at];
+  // The sum that settle makes.
+  for (std::int64_t r = std::max<std::int64_t>(0, token - first_); r < rows(); ++r) {
+    if (has_given_[static_cast<std::size_t>(r)] == 0) continue;
+    square += given_[static_cast<std::size_t>(r * stride_) + at];
+    ++steps;
+  }
+  return window_score(square, steps);
 }
 
 void WindowScores::save(SavedWriter& writer) const {

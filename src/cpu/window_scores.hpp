@@ -23,6 +23,8 @@ class WindowScores {
   // Room for `count` more tokens; afterwards append of them cannot fail. scores: whether queries of
   // these tokens are to score.
   void reserve(std::int64_t count, bool scores);
+  // Whether `count` more need no reserve.
+  bool has_room(std::int64_t count, bool scores) const;
   // Takes in what queries have given so far, and adds tokens without a score. scores: as above; of
   // the new tokens the last kMostScoredTokens do.
   void append(std::int64_t count, bool scores) noexcept;
@@ -41,6 +43,8 @@ class WindowScores {
 
   // Root mean square probability of a token, of what has been taken in; 0 if it was never attended.
   float score(std::int64_t token) const noexcept;
+  // What score is once settle has been called.
+  float settled_score(std::int64_t token) const noexcept;
 
   // All of it; restore takes the place of scores of no tokens. `tokens`: of the saved window.
   void save(SavedWriter& writer) const;

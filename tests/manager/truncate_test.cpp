@@ -345,6 +345,101 @@ TEST_CASE("What is reserved needs no memory", "[cpu]") {
   CHECK(cache->compressed_tokens(ids[0], 1) == compressed + 16);
 }
 
+TEST_CASE("Tokens come anew where others went that were there before a reservation") {
+  const Passage passage(140);
+  Reader plain(small_config(), passage, 60);
+  Reader back(small_config(), passage, 60);
+  for (std::int64_t step = 0; step < 6; ++step) {
+    for (Reader* reader : {&plain, &back}) {
+      reader->append(1);
+      reader->attend_last();
+    }
+  }
+  for (int i = 0; i < 4; ++i) back.append(1);
+  back.cache->reserve(back.sequence, 0);
+  plain.cache->reserve(plain.sequence, 4);
+  REQUIRE(back.truncate(plain.tokens()));
+  // Four at once, though none of the steps before had more than one.
+  for (Reader* reader : {&plain, &back}) reader->append(4);
+  REQUIRE(same(plain.attend_burst(4), back.attend_burst(4)));
+  check_same_future(plain, back);
+}
+
+namespace {
+
+// Runs f with ever more memory until it has enough; how often it had not.
+template <class F>
+int times_refused(F&& f) {
+  for (int limit = 0;; ++limit) {
+    allowed = limit;
+    try {
+      f();
+      allowed = -1;
+      return limit;
+    } catch (const std::bad_alloc&) {
+      allowed = -1;
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("Short of memory, tokens that come anew leave what was there", "[cpu]") {
+  const Passage passage(140);
+  Reader back(small_config(), passage, 60);
+  for (int i = 0; i < 10; ++i) back.append(1);
+  back.cache->reserve(back.sequence, 0);
+  // A chunk goes, and with it the room of the window's scores.
+  back.append(7);
+  back.cache->reserve(back.sequence, 0);
+  REQUIRE(back.compressed() == 68);
+  const std::int64_t left = back.tokens() - 4;
+  REQUIRE(back.truncate(left));
+  CHECK(times_refused([&] {
+          REQUIRE(back.tokens() == left);
+          back.append(4);
+        }) > 0);
+  CHECK(back.tokens() == left + 4);
+}
+
+TEST_CASE("An append that is short of memory does not count what queries gave so far", "[cpu]") {
+  const Passage passage(140);
+  Reader plain(small_config(), passage, 60);
+  Reader failing(small_config(), passage, 60);
+  for (Reader* reader : {&plain, &failing}) {
+    reader->append(4);
+    reader->attend_last();
+  }
+  allowed = 0;
+  CHECK_THROWS_AS(failing.cache->append(failing.sequence, 0, passage.keys.part(64, 70).view(),
+                                        passage.values.part(64, 70).view()),
+                  std::bad_alloc);
+  allowed = -1;
+  // The last token asks again, with another query, which takes the place of the first.
+  for (Reader* reader : {&plain, &failing})
+    attend(*reader->cache, 0, {reader->sequence}, passage.queries.part(3, 1));
+  check_same_future(plain, failing);
+}
+
+TEST_CASE("A step that is short of memory for its reports appends nothing", "[cpu]") {
+  const Passage passage(140);
+  Reader reader(small_config(), passage, 60);
+  const LayerConfig& l = reader.cache->config().layers[0];
+  // So much padding that room for reports grows.
+  std::vector<SequenceId> rows(60, kNoSequence);
+  rows[0] = reader.sequence;
+  std::vector<float> output(60 * size(l.query_heads * l.value_dim));
+  const Block keys = passage.keys.part(60, 60);
+  const Block values = passage.values.part(60, 60);
+  const Block queries = passage.queries.part(60, 60);
+  CHECK(times_refused([&] {
+          REQUIRE(reader.tokens() == 60);
+          reader.cache->step(0, keys.view(), values.view(),
+                             {rows, queries.view(), output, {}, {}, {}, {}});
+        }) > 3);
+  CHECK(reader.tokens() == 61);
+}
+
 TEST_CASE("A batched append is as many appends") {
   CacheConfig config = small_config();
   const Passage passage(120);
