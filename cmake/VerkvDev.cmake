@@ -16,5 +16,5 @@ target_compile_options(verkv_quick INTERFACE $<$<CONFIG:Release>:-O1>)
 if(PROJECT_IS_TOP_LEVEL)
   target_compile_options(
     verkv_dev INTERFACE -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow
-                        -Wnon-virtual-dtor -Woverloaded-virtual)
+                        $<$<COMPILE_LANGUAGE:CXX>:-Wnon-virtual-dtor -Woverloaded-virtual>)
 endif()

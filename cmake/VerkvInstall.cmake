@@ -8,7 +8,8 @@ install(
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
   COMPONENT core
   FILES_MATCHING
-  PATTERN "*.hpp")
+  PATTERN "*.hpp"
+  PATTERN "*.h")
 
 # One export set a component: whoever asks for the headers alone needs nothing else on the machine.
 install(TARGETS verkv EXPORT verkv-targets)

@@ -16,8 +16,10 @@ settings  | include/verkv/settings.hpp                               | words    
 reports   | include/verkv/reports.hpp                                | words                   |
 manager   | include/verkv/{kv_cache_manager,cuda_cache,metrics}.hpp  | words settings reports  |
 recorded  | include/verkv/recorded_cache.hpp                         | words                   |
+border    | include/verkv/verkv.h                                    | words                   | stdbool.h stddef.h stdint.h
 umbrella  | include/verkv/verkv.hpp                                  | words stages settings reports manager recorded |
 front     | src/kv_cache_manager.* src/metrics.* src/cpu/cpu_backend.cpp | words stages settings reports manager src cpu  | fmt
+face      | src/c_face*                                              | words settings reports manager border src | fmt
 recording | src/recorded_cache.* src/safetensors_header.*            | words recorded src      | fmt nlohmann
 cpu       | src/cpu/*                                                | words stages settings reports src | fmt hwy
 src       | src/*                                                    | words stages settings reports | fmt Eigen unistd.h
@@ -26,6 +28,7 @@ factory   | cuda/cuda_cache.* cuda/cuda_backend.*                    | words sta
 host      | cuda/*                                                   | words stages settings reports src | cuda fmt
 common    | examples/common/*                                        | words stages settings reports manager recorded umbrella | fmt nlohmann unistd.h sys
 replay    | examples/replay/*                                        | words stages settings reports manager recorded umbrella common | fmt nlohmann CLI unistd.h
+c_decode  | examples/c_decode.c                                      | border                  | stdio.h stdlib.h
 decode    | examples/decode_loop/*                                   | words stages settings reports manager umbrella | fmt
 serving   | examples/serving_loop/*                                  | words stages settings reports manager umbrella | fmt
 llama     | examples/llama_cpp/*                                     | words stages settings reports manager recorded umbrella common | fmt nlohmann CLI ggml llama Eigen unistd.h sys
@@ -43,7 +46,7 @@ arrows() {
     [ -d "$place" ] && places+=("$place")
   done
   grep -rHoE '^[ \t]*#[ \t]*include[ \t]+[<"][^>"]+[>"]' --include=*.hpp --include=*.cpp --include=*.cu \
-    --include=*.cuh "${places[@]}" | sed -E 's/^([^:]+):.*include[ \t]+(.*)$/\1 \2/' |
+    --include=*.cuh --include=*.h --include=*.c "${places[@]}" | sed -E 's/^([^:]+):.*include[ \t]+(.*)$/\1 \2/' |
     while read -r from to; do
       local name=${to:1:-1} found= folder
       if [[ $name == verkv/* ]]; then

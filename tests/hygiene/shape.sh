@@ -10,7 +10,7 @@ export LC_ALL=C
 rule=$1
 cd "$2" || exit 2
 
-mapfile -t files < <(find include src cuda -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | sort)
+mapfile -t files < <(find include src cuda -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | sort)
 [ ${#files[@]} -gt 0 ] || { echo "no source was found"; exit 2; }
 
 case $rule in

@@ -7,7 +7,7 @@ foreach(component IN LISTS components)
 endforeach()
 file(RENAME ${work}/staged ${work}/moved)
 
-file(GLOB_RECURSE texts ${work}/moved/*.cmake ${work}/moved/*.pc ${work}/moved/*.hpp)
+file(GLOB_RECURSE texts ${work}/moved/*.cmake ${work}/moved/*.pc ${work}/moved/*.hpp ${work}/moved/*.h)
 list(LENGTH texts count)
 if(count LESS 8)
   message(FATAL_ERROR "Only ${count} text files were installed: ${texts}")

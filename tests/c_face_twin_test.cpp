@@ -1,0 +1,380 @@
+// Every word of the C++ interface has its twin in C, and both give the same bits.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include <verkv/verkv.h>
+#include <verkv/kv_cache_manager.hpp>
+
+#include "c_face.hpp"
+#include "catch.hpp"
+#include "reference/statistics.hpp"
+
+namespace {
+
+using namespace verkv;
+
+template <class Enumeration>
+constexpr int number(Enumeration value) {
+  return static_cast<int>(value);
+}
+
+static_assert(VERKV_DTYPE_F32 == number(DType::f32) && VERKV_DTYPE_F16 == number(DType::f16) &&
+              VERKV_DTYPE_BF16 == number(DType::bf16));
+static_assert(VERKV_SKETCH_KIND_EXACT == number(SketchKind::exact) &&
+              VERKV_SKETCH_KIND_CALIBRATED == number(SketchKind::calibrated));
+static_assert(VERKV_FETCH_MODE_VERIFIED == number(FetchMode::verified) &&
+              VERKV_FETCH_MODE_NEVER == number(FetchMode::never) &&
+              VERKV_FETCH_MODE_ALWAYS == number(FetchMode::always));
+static_assert(VERKV_POOL_HEAD == number(Pool::head) && VERKV_POOL_LAYER == number(Pool::layer) &&
+              VERKV_POOL_SEQUENCE == number(Pool::sequence));
+static_assert(VERKV_SELECTION_POISSON == number(Selection::poisson) &&
+              VERKV_SELECTION_TOPK == number(Selection::topk) &&
+              VERKV_SELECTION_SPREAD == number(Selection::spread));
+static_assert(VERKV_ESTIMATOR_PLAIN == number(Estimator::plain) &&
+              VERKV_ESTIMATOR_CLUSTERS == number(Estimator::clusters));
+static_assert(VERKV_FETCH_ORDER_WORTH == number(FetchOrder::worth) &&
+              VERKV_FETCH_ORDER_EXACT == number(FetchOrder::exact));
+static_assert(VERKV_ROW_STATUS_ANSWERED == number(RowStatus::answered) &&
+              VERKV_ROW_STATUS_BAD_QUERY == number(RowStatus::bad_query));
+static_assert(VERKV_ERROR_SETTING == number(ErrorCode::setting) &&
+              VERKV_ERROR_UNKNOWN_SEQUENCE == number(ErrorCode::unknown_sequence) &&
+              VERKV_ERROR_UNKNOWN_LAYER == number(ErrorCode::unknown_layer) &&
+              VERKV_ERROR_REPEATED == number(ErrorCode::repeated) &&
+              VERKV_ERROR_SHAPE == number(ErrorCode::shape) &&
+              VERKV_ERROR_NUMBER == number(ErrorCode::number) &&
+              VERKV_ERROR_WRONG_PROCESS == number(ErrorCode::wrong_process) &&
+              VERKV_ERROR_WRONG_BACKEND == number(ErrorCode::wrong_backend) &&
+              VERKV_ERROR_FAST_LIMIT == number(ErrorCode::fast_limit) &&
+              VERKV_ERROR_HOST_LIMIT == number(ErrorCode::host_limit) &&
+              VERKV_ERROR_TOKEN_LIMIT == number(ErrorCode::token_limit) &&
+              VERKV_ERROR_ROW_LIMIT == number(ErrorCode::row_limit) &&
+              VERKV_ERROR_THREAD_LIMIT == number(ErrorCode::thread_limit) &&
+              VERKV_ERROR_DEVICE == number(ErrorCode::device) &&
+              VERKV_ERROR_DEVICE_MEMORY == number(ErrorCode::device_memory) &&
+              VERKV_ERROR_SYSTEM_MEMORY == number(ErrorCode::system_memory) &&
+              VERKV_ERROR_FORMAT == number(ErrorCode::format));
+static_assert(VERKV_BOUND_EDGES == kBoundEdges && VERKV_NO_SEQUENCE == kNoSequence.value);
+
+TEST_CASE("no enumerator is without its twin in C") {
+  for (int code = 1; code <= VERKV_ERROR_FORMAT; ++code)
+    CHECK(std::string(verkv_code_name(code)) == name(static_cast<ErrorCode>(code)));
+  // The number behind the last is none: a new one needs a twin.
+  CHECK(std::string(verkv_code_name(VERKV_ERROR_FORMAT + 1)) == "?");
+  CHECK(std::string(verkv_code_name(VERKV_OK)) == "ok");
+  CHECK(std::string(verkv_code_name(256 + VERKV_ERROR_SHAPE)) == "?");
+  CHECK(std::string(verkv_code_name(-1)) == "?");
+
+  const auto reasons = [](auto change) {
+    CacheConfig config;
+    config.layers = {{.key_dim = 8, .value_dim = 8}};
+    change(config);
+    return unsupported_reasons(config).size();
+  };
+  CHECK(reasons([](auto&) {}) == 0);
+  CHECK(reasons([](auto& c) { c.storage = static_cast<DType>(VERKV_DTYPE_BF16 + 1); }) > 0);
+  CHECK(reasons([](auto& c) { c.pool = static_cast<Pool>(VERKV_POOL_SEQUENCE + 1); }) > 0);
+  CHECK(reasons([](auto& c) {
+          c.sketch.kind = static_cast<SketchKind>(VERKV_SKETCH_KIND_CALIBRATED + 1);
+        }) > 0);
+  CHECK(reasons([](auto& c) {
+          c.fetch.mode = static_cast<FetchMode>(VERKV_FETCH_MODE_ALWAYS + 1);
+        }) > 0);
+  CHECK(reasons([](auto& c) {
+          c.study.select = static_cast<Selection>(VERKV_SELECTION_SPREAD + 1);
+        }) > 0);
+  CHECK(reasons([](auto& c) {
+          c.study.estimator = static_cast<Estimator>(VERKV_ESTIMATOR_CLUSTERS + 1);
+        }) > 0);
+  CHECK(reasons([](auto& c) {
+          c.study.order = static_cast<FetchOrder>(VERKV_FETCH_ORDER_EXACT + 1);
+        }) > 0);
+}
+
+bool same(const verkv_optional_double& c, const std::optional<double>& x) {
+  return (c.has_value != 0) == x.has_value() && (!x || c.value == *x);
+}
+bool same(const verkv_optional_int64& c, const std::optional<std::int64_t>& x) {
+  return (c.has_value != 0) == x.has_value() && (!x || c.value == *x);
+}
+template <class A, class B>
+requires(std::is_arithmetic_v<A> && (std::is_arithmetic_v<B> || std::is_enum_v<B>)) bool same(A c,
+                                                                                              B x) {
+  return c == static_cast<A>(x);
+}
+
+// Each has all members by name: another member does not compile.
+void check_same(const verkv_layer_config& c, const LayerConfig& x) {
+  const auto& [kv_heads, query_heads, key_dim, value_dim, scale, soft_cap, cached, dense, window,
+               global_layer, first] = x;
+  const auto& [c_kv_heads, c_query_heads, c_key_dim, c_value_dim, c_scale, c_soft_cap, c_cached,
+               c_dense, c_window, c_global_layer, c_first] = c;
+  CHECK(same(c_kv_heads, kv_heads));
+  CHECK(same(c_query_heads, query_heads));
+  CHECK(same(c_key_dim, key_dim));
+  CHECK(same(c_value_dim, value_dim));
+  CHECK(same(c_scale, scale));
+  CHECK(same(c_soft_cap, soft_cap));
+  CHECK(same(c_cached, cached));
+  CHECK(same(c_dense, dense));
+  CHECK(same(c_window, window));
+  CHECK(same(c_global_layer, global_layer));
+  CHECK(same(c_first, first));
+}
+
+void check_same(const verkv_cache_config& c, const CacheConfig& x) {
+  const auto& [layers, storage, keep, fetch, fast_limit, host_limit, local, sinks, chunk, from,
+               pool, sketch, seed, threads, executor, study] = x;
+  const auto& [mode, risk, epsilon, delta, limit] = fetch;
+  const auto& [kind, bits] = sketch;
+  const auto& [select, estimator, floor, order, probability, cap, vector_code] = study;
+  CHECK(same(c.layer_count, layers.size()));
+  CHECK(same(c.storage, storage));
+  CHECK(same(c.keep, keep));
+  CHECK(same(c.fast_bytes_limit, fast_limit));
+  CHECK(same(c.host_bytes_limit, host_limit));
+  CHECK(same(c.local_tokens, local));
+  CHECK(same(c.sink_tokens, sinks));
+  CHECK(same(c.chunk_tokens, chunk));
+  CHECK(same(c.compress_from, from));
+  CHECK(same(c.pool, pool));
+  CHECK(same(c.seed, seed));
+  CHECK(same(c.threads, threads));
+  CHECK((c.executor != nullptr) == (executor != nullptr));
+  CHECK(same(c.fetch_mode, mode));
+  CHECK(same(c.fetch_risk, risk));
+  CHECK(same(c.fetch_epsilon, epsilon));
+  CHECK(same(c.fetch_delta, delta));
+  CHECK(same(c.fetch_limit_tokens, limit));
+  CHECK(same(c.sketch_kind, kind));
+  CHECK(same(c.sketch_bits, bits));
+  CHECK(same(c.study_select, select));
+  CHECK(same(c.study_estimator, estimator));
+  CHECK(same(c.study_inclusion_floor, floor));
+  CHECK(same(c.study_order, order));
+  CHECK(same(c.study_probability, probability));
+  CHECK(same(c.study_cap, cap));
+  CHECK(same(c.study_vector_code, vector_code));
+}
+
+// No two fields alike.
+LayerConfig odd_layer() { return {2, 6, 11, 12, 0.5, 30.0, true, true, 77, 8, 9}; }
+
+CacheConfig odd_config() {
+  CacheConfig config;
+  config.layers = {odd_layer(), odd_layer(), {}};
+  config.storage = DType::bf16;
+  config.keep = 0.3;
+  config.fetch = {FetchMode::always, 0.01, 0.02, 0.03, 4};
+  config.fast_bytes_limit = 500;
+  config.host_bytes_limit = 600;
+  config.local_tokens = 7;
+  config.sink_tokens = 8;
+  config.chunk_tokens = 9;
+  config.compress_from = 10;
+  config.pool = Pool::sequence;
+  config.sketch = {SketchKind::exact, 3};
+  config.seed = ~std::uint64_t{0};
+  config.threads = 12;
+  config.study = {Selection::topk, Estimator::plain, 0.13, FetchOrder::exact, 0.14, 15.0, false};
+  return config;
+}
+
+TEST_CASE("settings go to C and back as they are") {
+  for (const CacheConfig& config : {CacheConfig{}, odd_config()}) {
+    std::vector<verkv_layer_config> layers;
+    for (const LayerConfig& layer : config.layers) layers.push_back(c_face::to_c(layer));
+    verkv_cache_config c = c_face::to_c(config);
+    c.layers = layers.data();
+    check_same(c, config);
+    const CacheConfig back = c_face::cache_config(&c);
+    check_same(c, back);
+    REQUIRE(back.layers.size() == config.layers.size());
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      check_same(layers[i], config.layers[i]);
+      check_same(layers[i], back.layers[i]);
+    }
+  }
+  verkv_cache_config c;
+  REQUIRE(verkv_cache_config_init(&c, sizeof(c), nullptr) == VERKV_OK);
+  check_same(c, CacheConfig{});
+}
+
+TEST_CASE("reports go to C as they are") {
+  MemoryReport memory;
+  auto& [resident, sketch, metadata, host, basis, workspace, reserved, pageable, shared] = memory;
+  std::int64_t next = 1;
+  for (std::int64_t* field :
+       {&resident, &sketch, &metadata, &host, &basis, &workspace, &reserved, &pageable, &shared})
+    *field = next++;
+  const auto [size, c_resident, c_sketch, c_metadata, c_host, c_basis, c_workspace, c_reserved,
+              c_pageable, c_shared] = c_face::to_c(memory);
+  CHECK(c_resident == memory.resident_bytes);
+  CHECK(c_sketch == memory.sketch_bytes);
+  CHECK(c_metadata == memory.metadata_bytes);
+  CHECK(c_host == memory.host_bytes);
+  CHECK(c_basis == memory.basis_bytes);
+  CHECK(c_workspace == memory.workspace_bytes);
+  CHECK(c_reserved == memory.reserved_bytes);
+  CHECK(c_pageable == memory.pageable_bytes);
+  CHECK(c_shared == memory.shared_bytes);
+
+  LayerStatistics s;
+  auto& [steps, decisions, certified, enlarged, fetching, planned, fetched, moved, moved_bytes,
+         cached, residents, bounds, attend, append, compress] = s;
+  for (std::int64_t* field :
+       {&steps, &decisions, &certified, &enlarged, &fetching, &planned, &fetched, &moved,
+        &moved_bytes, &cached, &residents, &attend, &append, &compress})
+    *field = next++;
+  for (std::int64_t& bound : bounds) bound = next++;
+  const verkv_layer_statistics c = c_face::to_c(s);
+  CHECK(c.steps == s.steps);
+  CHECK(c.decisions == s.decisions);
+  CHECK(c.certified == s.certified);
+  CHECK(c.enlarged == s.enlarged);
+  CHECK(c.fetching == s.fetching);
+  CHECK(c.planned_tokens == s.planned_tokens);
+  CHECK(c.fetched_tokens == s.fetched_tokens);
+  CHECK(c.moved_tokens == s.moved_tokens);
+  CHECK(c.moved_bytes == s.moved_bytes);
+  CHECK(c.cached_tokens == s.cached_tokens);
+  CHECK(c.resident_tokens == s.resident_tokens);
+  CHECK(std::equal(std::begin(bounds), std::end(bounds), std::begin(c.bounds), std::end(c.bounds)));
+  CHECK(c.attend_ns == s.attend_ns);
+  CHECK(c.append_ns == s.append_ns);
+  CHECK(c.compress_ns == s.compress_ns);
+}
+
+verkv_tensor_view twin(const TensorView& view) {
+  const auto& [data, type, tokens, heads, dim, token_stride, head_stride] = view;
+  return {data, static_cast<std::int64_t>(type), tokens, heads, dim, token_stride, head_stride};
+}
+
+TEST_CASE("a sequence in C and one in C++ give the same bits") {
+  constexpr std::int64_t tokens = 300, kv_heads = 2, heads = 4, key_dim = 32, value_dim = 24;
+  constexpr std::size_t rows = 2;
+  CacheConfig config;
+  config.layers = {{kv_heads, heads, key_dim, value_dim}};
+  config.compress_from = 0;
+  config.local_tokens = 8;
+  config.threads = 1;
+  reference::Random random(5);
+  const auto floats = [&](std::int64_t count) {
+    std::vector<float> all(static_cast<std::size_t>(count));
+    for (float& x : all) x = static_cast<float>(random.normal());
+    return all;
+  };
+  const std::vector<float> keys = floats(tokens * kv_heads * key_dim);
+  const std::vector<float> values = floats(tokens * kv_heads * value_dim);
+  const std::vector<float> queries = floats(rows * heads * key_dim);
+  std::vector<float> scores = floats(kv_heads * tokens);
+  for (float& score : scores) score = score * score;
+  const TensorView k = token_major(keys.data(), DType::f32, tokens, kv_heads, key_dim);
+  const TensorView v = token_major(values.data(), DType::f32, tokens, kv_heads, value_dim);
+  const TensorView q = token_major(queries.data(), DType::f32, rows, heads, key_dim);
+  const ImportanceView importance{scores.data(), kv_heads, tokens, tokens};
+
+  struct Answer {
+    std::vector<float> output = std::vector<float>(rows * heads * value_dim);
+    std::vector<float> lse = std::vector<float>(rows * heads);
+    std::vector<QueryHeadReport> heads_of = std::vector<QueryHeadReport>(rows * heads);
+    std::vector<KvHeadReport> kv = std::vector<KvHeadReport>(rows * kv_heads);
+  } x;
+  const auto manager = make_cpu_cache(config);
+  const SequenceId id = manager->create_sequence(3);
+  manager->append(id, 0, k, v);
+  manager->compress(id, {&importance, 1}, {&q, 1});
+  const std::vector<SequenceId> ids(rows, id);
+  manager->attend(0, {ids, q, x.output, x.lse, x.heads_of, x.kv, {}});
+
+  const verkv_layer_config layer = c_face::to_c(config.layers[0]);
+  verkv_cache_config c_config = c_face::to_c(config);
+  c_config.layers = &layer;
+  verkv_cache* cache = nullptr;
+  REQUIRE(verkv_make_cpu_cache(&c_config, &cache, nullptr) == VERKV_OK);
+  const std::unique_ptr<verkv_cache, void (*)(verkv_cache*)> owner(cache, verkv_destroy);
+  std::int64_t c_id = -1;
+  REQUIRE(verkv_create_sequence_with_draw(cache, 3, &c_id, nullptr) == VERKV_OK);
+  const verkv_tensor_view c_k = twin(k), c_v = twin(v), c_q = twin(q);
+  const verkv_importance_view c_importance{scores.data(), kv_heads, tokens, tokens};
+  REQUIRE(verkv_append(cache, c_id, 0, &c_k, &c_v, nullptr) == VERKV_OK);
+  REQUIRE(verkv_compress(cache, c_id, &c_importance, 1, &c_q, 1, nullptr) == VERKV_OK);
+
+  std::vector<float> output(x.output.size()), lse(x.lse.size());
+  std::vector<verkv_query_head_report> reports(x.heads_of.size());
+  std::vector<verkv_kv_head_report> kv(x.kv.size());
+  const std::vector<std::int64_t> c_ids(rows, c_id);
+  verkv_attend_batch batch = {};
+  batch.size = sizeof(batch);
+  batch.sequences = c_ids.data();
+  batch.rows = rows;
+  batch.queries = c_q;
+  batch.output = output.data();
+  batch.output_count = std::ssize(output);
+  batch.lse = lse.data();
+  batch.lse_count = std::ssize(lse);
+  batch.query_reports = reports.data();
+  batch.query_report_count = std::ssize(reports);
+  batch.query_report_size = sizeof(reports[0]);
+  batch.kv_reports = kv.data();
+  batch.kv_report_count = std::ssize(kv);
+  batch.kv_report_size = sizeof(kv[0]);
+  REQUIRE(verkv_attend(cache, 0, &batch, nullptr) == VERKV_OK);
+
+  CHECK(std::memcmp(output.data(), x.output.data(), output.size() * sizeof(float)) == 0);
+  CHECK(std::memcmp(lse.data(), x.lse.data(), lse.size() * sizeof(float)) == 0);
+  std::int64_t moved = 0;
+  for (std::size_t i = 0; i < reports.size(); ++i) {
+    const auto& [epsilon, certified, planned, sketch_error, output_error] = x.heads_of[i];
+    const auto& [c_epsilon, c_certified, c_planned, c_sketch_error, c_output_error] = reports[i];
+    CHECK(c_epsilon == epsilon);
+    CHECK(c_certified == certified);
+    CHECK(c_planned == planned);
+    CHECK(c_sketch_error == sketch_error);
+    CHECK(c_output_error == output_error);
+  }
+  for (std::size_t i = 0; i < kv.size(); ++i) {
+    const auto& [fetched, moved_tokens, moved_bytes, residents, limited] = x.kv[i];
+    const auto& [c_fetched, c_moved_tokens, c_moved_bytes, c_residents, c_limited] = kv[i];
+    CHECK(c_fetched == fetched);
+    CHECK(c_moved_tokens == moved_tokens);
+    CHECK(c_moved_bytes == moved_bytes);
+    CHECK(c_residents == residents);
+    CHECK(c_limited == limited);
+    moved += moved_tokens;
+  }
+  CHECK(moved > 0);
+}
+
+// What throws, and what no error of the library is.
+TEST_CASE("every exception becomes a code") {
+  const auto code = [](auto exception, verkv_error* error) {
+    return c_face::guarded(error, [&] { throw exception; });
+  };
+  verkv_error error = {};
+  error.size = sizeof(error);
+  CHECK(code(std::bad_alloc(), &error) == VERKV_ERROR_NO_MEMORY);
+  CHECK(code(std::length_error("long"), &error) == VERKV_ERROR_INTERNAL);
+  CHECK(std::string(error.text) == "long");
+  CHECK(code(42, &error) == VERKV_ERROR_INTERNAL);
+  CHECK(code(Error("somebody's"), &error) == VERKV_ERROR_INTERNAL);
+  CHECK(code(DeviceError("gone", 7, ErrorCode::device), &error) == VERKV_ERROR_DEVICE);
+  CHECK(error.device_code == 7);
+  const std::string text(1000, 'x');
+  CHECK(code(CapacityError(text, ErrorCode::fast_limit, {1, 2, 3, 4}), &error) ==
+        VERKV_ERROR_FAST_LIMIT);
+  CHECK(error.text == text.substr(0, sizeof(error.text) - 1));
+  CHECK(error.device_code == 0);
+  CHECK((error.layer == 1 && error.row == 2 && error.head == 3 && error.token == 4));
+  CHECK(code(std::bad_alloc(), nullptr) == VERKV_ERROR_NO_MEMORY);
+}
+
+}  // namespace
