@@ -129,6 +129,8 @@ verkv_cache_config to_c(const CacheConfig& config) noexcept;
 verkv_layer_config to_c(const LayerConfig& layer) noexcept;
 verkv_memory_report to_c(const MemoryReport& report) noexcept;
 verkv_layer_statistics to_c(const LayerStatistics& statistics) noexcept;
+double keep(double fast_share, const verkv_layer_config* layer, std::size_t layer_size,
+            std::int32_t storage, std::int32_t kind, std::int64_t bits, std::int32_t estimator);
 void check_layer_size(std::size_t size);
 
 }  // namespace verkv::c_face

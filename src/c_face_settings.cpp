@@ -276,6 +276,18 @@ CacheConfig cache_config(const verkv_cache_config* from) {
   return config;
 }
 
+double keep(double fast_share, const verkv_layer_config* layer, std::size_t layer_size,
+            std::int32_t storage, std::int32_t kind, std::int64_t bits, std::int32_t estimator) {
+  needed(layer, "the layer");
+  check_layer_size(layer_size);
+  const void* const from = layer;
+  return keep_for_fast_share(
+      fast_share, layer_config(taken(from, layer_size, to_c(LayerConfig{}), "a layer")),
+      enumerator<DType>(storage, "storage type"),
+      {enumerator<SketchKind>(kind, "sketch kind"), narrow(bits, "sketch bits")},
+      enumerator<Estimator>(estimator, "estimator"));
+}
+
 }  // namespace verkv::c_face
 
 using verkv::c_face::guarded;
@@ -320,6 +332,17 @@ verkv_code verkv_unsupported_reasons(const verkv_cache_config* config, char* tex
     for (const std::string& reason : unsupported_reasons(verkv::c_face::cache_config(config)))
       all += reason + "\n";
     result.set(all);
+  });
+}
+
+verkv_code verkv_keep_for_fast_share(double fast_share, const verkv_layer_config* layer,
+                                     size_t layer_size, int32_t storage, int32_t sketch_kind,
+                                     int64_t sketch_bits, int32_t study_estimator, double* keep,
+                                     verkv_error* error) {
+  return guarded(error, [&] {
+    double& result = verkv::c_face::needed(keep, "where keep goes");
+    result = verkv::c_face::keep(fast_share, layer, layer_size, storage, sketch_kind, sketch_bits,
+                                 study_estimator);
   });
 }
 

@@ -435,6 +435,7 @@ static void settings(void) {
   verkv_cache* cache = (verkv_cache*)&config;
   char text[512];
   size_t length = 1;
+  double keep = 0;
   int64_t sequence = -1;
 
   OK(verkv_unsupported_reasons(&config, text, sizeof text, &length, &error));
@@ -450,6 +451,10 @@ static void settings(void) {
   CHECK(cache == NULL);
   REFUSED(verkv_make_cpu_cache(NULL, &cache, &error), VERKV_ERROR_SHAPE, "NULL");
   REFUSED(verkv_make_cpu_cache(&config, NULL, &error), VERKV_ERROR_SHAPE, "NULL");
+
+  OK(verkv_keep_for_fast_share(0.5, layers, sizeof layers[0], VERKV_DTYPE_F16, VERKV_SKETCH_KIND_EXACT, 2,
+                               VERKV_ESTIMATOR_PLAIN, &keep, &error));
+  CHECK(keep > 0.4 && keep <= 0.5);
 
   config = configuration();
   config.pool = 256;

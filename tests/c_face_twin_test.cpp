@@ -253,6 +253,31 @@ TEST_CASE("reports go to C as they are") {
   CHECK(c.compress_ns == s.compress_ns);
 }
 
+TEST_CASE("keep for a share of bytes is that of C++") {
+  const LayerConfig layer{2, 6, 64, 48};
+  const verkv_layer_config c = c_face::to_c(layer);
+  double keep = -1;
+  const auto ask = [&](double share, std::int64_t bits, std::int32_t estimator) {
+    return verkv_keep_for_fast_share(share, &c, sizeof(c), VERKV_DTYPE_BF16,
+                                     VERKV_SKETCH_KIND_CALIBRATED, bits, estimator, &keep, nullptr);
+  };
+  for (const auto estimator : {Estimator::plain, Estimator::clusters}) {
+    REQUIRE(ask(0.3, 3, number(estimator)) == VERKV_OK);
+    CHECK(keep ==
+          keep_for_fast_share(0.3, layer, DType::bf16, {SketchKind::calibrated, 3}, estimator));
+  }
+  const double before = keep;
+  CHECK(ask(0.001, 3, VERKV_ESTIMATOR_PLAIN) == VERKV_ERROR_SETTING);
+  CHECK(ask(0.3, std::int64_t{1} << 33, VERKV_ESTIMATOR_PLAIN) == VERKV_ERROR_SETTING);
+  CHECK(ask(0.3, 3, 256) == VERKV_ERROR_SETTING);
+  CHECK(keep == before);
+  CHECK(verkv_keep_for_fast_share(0.3, nullptr, sizeof(c), 0, 0, 2, 0, &keep, nullptr) ==
+        VERKV_ERROR_SHAPE);
+  CHECK(verkv_keep_for_fast_share(0.3, &c, 0, 0, 0, 2, 0, &keep, nullptr) == VERKV_ERROR_SHAPE);
+  CHECK(verkv_keep_for_fast_share(0.3, &c, sizeof(c), 0, 0, 2, 0, nullptr, nullptr) ==
+        VERKV_ERROR_SHAPE);
+}
+
 verkv_tensor_view twin(const TensorView& view) {
   const auto& [data, type, tokens, heads, dim, token_stride, head_stride] = view;
   return {data, static_cast<std::int64_t>(type), tokens, heads, dim, token_stride, head_stride};

@@ -181,6 +181,13 @@ VERKV_API verkv_code verkv_cache_config_init(verkv_cache_config* config, size_t 
 VERKV_API verkv_code verkv_unsupported_reasons(const verkv_cache_config* config, char* text,
                                                size_t bytes, size_t* length, verkv_error* error);
 
+/* For studies: verkv::keep_for_fast_share. layer_size: sizeof(verkv_layer_config). */
+VERKV_API verkv_code verkv_keep_for_fast_share(double fast_share, const verkv_layer_config* layer,
+                                               size_t layer_size, int32_t storage,
+                                               int32_t sketch_kind, int64_t sketch_bits,
+                                               int32_t study_estimator, double* keep,
+                                               verkv_error* error);
+
 /* ---- The cache */
 
 /* verkv::KvCacheManager. */
