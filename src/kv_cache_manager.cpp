@@ -529,6 +529,7 @@ void KvCacheManager::step(std::int64_t layer_index, const TensorView& keys,
 void KvCacheManager::save(SequenceId sequence, const WriteBytes& write) const {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
+  if (!write) invalid(ErrorCode::shape, "save is given no function to write with");
   SavedWriter writer(write);
   put_head(writer, impl_->config);
   impl_->backend->save(sequence, writer);
@@ -536,6 +537,7 @@ void KvCacheManager::save(SequenceId sequence, const WriteBytes& write) const {
 
 SequenceId KvCacheManager::restore(const ReadBytes& read) {
   const std::lock_guard lock(impl_->mutex);
+  if (!read) invalid(ErrorCode::shape, "restore is given no function to read with");
   SavedReader reader(read);
   check_head(reader, impl_->config);
   const TierBytes before{impl_->total.host_bytes, impl_->total.fast_bytes()};
@@ -564,8 +566,8 @@ void KvCacheManager::read(SequenceId sequence, std::int64_t layer, std::int64_t 
     invalid("{} tokens from token {} on; the layer has {}", count, first, held);
   }
   const auto check_size = [&](const char* what, std::span<std::byte> to, std::int64_t dim) {
-    const std::int64_t wanted = count * shape.kv_heads * dim *
-                                static_cast<std::int64_t>(size_bytes(impl_->config.storage));
+    const std::int64_t wanted =
+        count * shape.kv_heads * dim * static_cast<std::int64_t>(size_bytes(impl_->config.storage));
     if (!to.empty() && to.size() != static_cast<std::size_t>(wanted)) {
       invalid("{} bytes for {} of {} tokens, {} heads and head size {}; {} are needed", to.size(),
               what, count, shape.kv_heads, dim, wanted);

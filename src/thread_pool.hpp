@@ -34,7 +34,8 @@ class ThreadPool {
   int size() const { return size_; }
 
   // Runs task(worker, index) for index in [0, count), worker in [0, size()), and waits for all.
-  // Wakes no more threads than there are tasks. Allocates nothing. The task must not throw. One call at a time.
+  // Wakes no more threads than there are tasks. Allocates nothing. The task must not throw. One call
+  // at a time.
   template <class Task>
   void run(std::int64_t count, const Task& task) {
     run_erased(

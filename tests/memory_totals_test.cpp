@@ -66,8 +66,9 @@ TEST_CASE("Totals of memory are the sum over sequences after any operations") {
     const std::vector<float> scores(5000, 1.0f);
     int refused = 0;
     int compressed = 0;
-    for (int step = 0; step < 400; ++step) {
-      const std::size_t what = random.below(10);
+    int shortened = 0;
+    for (int step = 0; step < 600; ++step) {
+      const std::size_t what = random.below(11);
       if (sequences.empty() || what == 0) sequences.push_back(cache->create_sequence());
       const std::size_t at = random.below(sequences.size());
       const SequenceId id = sequences[at];
@@ -85,6 +86,11 @@ TEST_CASE("Totals of memory are the sum over sequences after any operations") {
         ++compressed;
       } else if (what == 3) {
         cache->redraw(id, random.bits());
+      } else if (what == 4) {
+        // Also to before the local window.
+        const std::int64_t held = cache->tokens(id, 0);
+        const std::int64_t kept = held - static_cast<std::int64_t>(random.below(12));
+        if (kept >= 0) shortened += !cache->truncate(id, kept).exact;
       } else {
         const std::int64_t tokens = static_cast<std::int64_t>(random.below(24));
         const std::int64_t layer = static_cast<std::int64_t>(random.below(seed != 2 ? 3 : 2));
@@ -102,6 +108,7 @@ TEST_CASE("Totals of memory are the sum over sequences after any operations") {
     }
     CHECK(refused > 5);
     CHECK(compressed > 5);
+    CHECK(shortened > 3);
     for (const SequenceId id : sequences) cache->erase(id);
     sequences.clear();
     CHECK(fields(cache->memory()) == summed(*cache, sequences));
@@ -182,8 +189,7 @@ class CountingBackend final : public verkv::Backend {
   void attend(std::int64_t, const AttendBatch&) override {}
   LayerStatistics statistics(std::int64_t) const override { return {}; }
   void reset_statistics() override {}
-  bool shorten(SequenceId id, std::span<const std::int64_t> layers,
-               std::int64_t tokens) override {
+  bool shorten(SequenceId id, std::span<const std::int64_t> layers, std::int64_t tokens) override {
     touched(id);
     for (const std::int64_t layer : layers) lengths_[id.value][layer] = tokens;
     return true;

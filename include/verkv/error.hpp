@@ -142,7 +142,7 @@ class VERKV_API DeviceError : public Error {
   int device_code_ = 0;
 };
 
-// A file is malformed, truncated, or lacks what was asked of it. Fix the file.
+// A file or a saved sequence is malformed, truncated, or lacks what was asked of it. Fix it.
 class VERKV_API FormatError : public Error {
  public:
   explicit FormatError(const std::string& text) : Error(text, ErrorCode::format) {}

@@ -60,9 +60,9 @@ class VERKV_API KvCacheManager {
   // compress, redraw or erase afterwards never shows in the other, and equal calls give equal bits.
   // On the CPU the two share all that they hold but the scores of the window: a fork costs its
   // tables, and each of the two copies at most a page of 64 tokens (of a sketch: 512) of an array when
-  // it first adds to it. What is reserved for the sequence is reserved for the fork as well, and there
-  // the sequence itself may be short of memory when it first adds to a page that it shares. On a
-  // device everything is copied.
+  // it first adds to it; no limit is checked for that copy. What is reserved for the sequence is
+  // reserved for the fork as well, and there the sequence itself may be short of memory when it first
+  // adds to a page that it shares. On a device everything is copied.
   // Throws InvalidArgument if it is unknown; CapacityError where the limit on the fast tier leaves
   // no room for what is copied.
   SequenceId fork(SequenceId sequence);
@@ -111,11 +111,13 @@ class VERKV_API KvCacheManager {
   // Within the local window (of all tokens, where nothing is compressed) answers and later
   // compressions are then, bit for bit, as if the tokens had never come. Two things stay: a chunk
   // that was compressed before they came, and what tokens of earlier appends had given to the scores
-  // of others. Costs little, frees nothing; a reservation still ends where it did.
+  // of others. Costs little, frees nothing; a reservation still ends where it did, and append of more
+  // tokens at once than were reserved may need memory for their scores.
   // Further back the tokens that stay are all compressed, the local window is empty until more
   // come, and the sample is what was drawn of them before, with the same probabilities: what a
   // certificate says holds, and Truncation::exact is false. Costs what it takes to sketch what stays;
-  // a reservation of such a layer is gone. Not on a device: there Truncation::done is false, and
+  // a reservation of such a layer is gone. Later appends go on compressing, also from 0
+  // tokens on. Not on a device: there Truncation::done is false, and
   // nothing changes.
   // Throws InvalidArgument on an unknown sequence, and on a number that is negative or above the
   // tokens of every layer; std::bad_alloc.
@@ -169,14 +171,14 @@ class VERKV_API KvCacheManager {
   // window, but no reserved room. The bytes are those of one machine's byte order, end by themselves
   // and carry checksums. The cache is locked meanwhile: `write` must not call it. What `write` throws
   // comes through.
-  // Throws InvalidArgument on an unknown sequence.
+  // Throws InvalidArgument on an unknown sequence and on an empty function.
   void save(SequenceId sequence, const WriteBytes& write) const;
   // A new sequence, as it was when it was saved: what follows gives the same bits. The configuration
   // must be the same but for limits, threads, rules of fetching and StudyConfig::order, probability,
   // cap and vector_code. All or nothing, also where `read` throws, which must not call the cache.
   // Throws FormatError, which says what is wrong and where, on bytes that end early, are damaged,
   // are none of a saved sequence, or are of another version or configuration; CapacityError on a
-  // byte limit.
+  // byte limit; InvalidArgument on an empty function; std::bad_alloc.
   SequenceId restore(const ReadBytes& read);
   // Copies tokens [first, first + count) of a layer back, as they are stored: keys
   // [token][KV head][key_dim], values [token][KV head][value_dim], dense, of CacheConfig::storage.

@@ -159,9 +159,10 @@ struct LayerStatistics {
   // Decisions by the bound reached, each in the bucket of its QueryHeadReport::epsilon.
   std::int64_t bounds[kBoundEdges + 1] = {};
   // Nanoseconds in the calls, by a steady clock: what callers wait, without the wait for each
-  // other's calls. The compression of a local window belongs to its append; a call of compress is
-  // shared out among layers by the rows that it compressed, and not counted where there are none. With views in a device's memory calls
-  // return before the work is done (docs/cuda.md).
+  // other's calls. The compression of a local window belongs to its append (by `reserve` it is not
+  // counted); a call of compress is shared out among layers by the rows that it compressed, and not
+  // counted where there are none. With views in a device's memory calls return before the work is
+  // done (docs/cuda.md).
   std::int64_t attend_ns = 0;
   std::int64_t append_ns = 0;
   std::int64_t compress_ns = 0;

@@ -119,8 +119,10 @@ struct StudyConfig {
 
 // Calls part(0) .. part(parts - 1), each once, on whichever threads, side by side or one after the
 // other, and returns when all have returned; part does not throw, and may find nothing left to do.
-// It is called from within a call of the cache, on the thread of that call. Should it throw, leave
-// parts out or return early, the thread of the call does what is left, and what it throws is lost.
+// It is called from within a call of the cache, on the thread of that call: it must not call the
+// cache, which would wait for itself. Should it throw, leave parts out or return early, the thread of
+// the call does what is left, and what it throws is lost. A part may come late, but not after the
+// cache is gone.
 using Executor = std::function<void(int parts, const std::function<void(int)>& part)>;
 
 // Designated initialisers may leave out what they like: every member has an initialiser.
@@ -131,8 +133,9 @@ struct CacheConfig {
   // Share of tokens that stays resident, in (0, 1]; sinks and local window are paid from it.
   double keep = 0.0625;
   FetchConfig fetch = {};
-  // Most bytes of residents, sketch and metadata, and most bytes of the host tier; append checks
-  // both.
+  // Most bytes of residents, sketch and metadata, and most bytes of the host tier. append, step,
+  // reserve, fork and restore check both for the tokens that they add; not what compress keeps, nor
+  // pages that forks stop sharing (KvCacheManager::fork).
   std::optional<std::int64_t> fast_bytes_limit = std::nullopt;
   std::optional<std::int64_t> host_bytes_limit = std::nullopt;
   // Most recent tokens and first tokens: always resident.

@@ -133,10 +133,10 @@ class CpuBackend final : public Backend {
     for (const AppendPart& part : parts) {
       if (!part.reserved) growths.push_back({part.sequence, layer_index, part.keys.tokens});
     }
-    if (!growths.empty()) reserve(growths, &totals);
     const std::size_t layer = static_cast<std::size_t>(layer_index);
     // Room that has been reserved may be in a page that a fork has tokens in; and where tokens went
     // that were there before it was, there is none for what the queries of others in their place give.
+    // First, since what follows may compress.
     for (const AppendPart& part : parts) {
       if (!part.reserved) continue;
       const Booking booking(&totals, part.sequence, layer_index);
@@ -146,6 +146,7 @@ class CpuBackend final : public Backend {
         head.reserve_append(std::max(head.spare(), part.keys.tokens), scores);
       }
     }
+    if (!growths.empty()) reserve(growths, &totals);
     for (const AppendPart& part : parts) {
       const Booking booking(&totals, part.sequence, layer_index);
       const bool scores = scores_window(part.sequence, layer_index);
@@ -153,6 +154,8 @@ class CpuBackend final : public Backend {
       for (std::size_t h = 0; h < heads.size(); ++h) {
         heads[h].append(shapes_[layer], part.keys, part.values, static_cast<std::int64_t>(h),
                         scores);
+        // Of tokens that are taken back no room is kept for forks and compressions.
+        if (!part.reserved) heads[h].give_room_up();
       }
     }
   }
@@ -165,8 +168,12 @@ class CpuBackend final : public Backend {
       for (HeadStore& head : sequence.layers[layer])
         shorter[i].push_back(head.shortened(shapes_[layer], kernels_, tokens));
     }
-    for (std::size_t i = 0; i < layers.size(); ++i)
-      sequence.layers[static_cast<std::size_t>(layers[i])] = std::move(shorter[i]);
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      std::vector<HeadStore>& heads = sequence.layers[static_cast<std::size_t>(layers[i])];
+      heads = std::move(shorter[i]);
+      // The rows that are left, now that the longer head no longer shares them, for the totals.
+      for (HeadStore& head : heads) head.truncate(tokens);
+    }
     return true;
   }
 
@@ -183,7 +190,7 @@ class CpuBackend final : public Backend {
       lengths.push_back(lengths_of(heads));
     std::vector<HeadCompression> heads = compressor_.prompt(sequence.draw, lengths, importance);
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
-    Prepared prepared = prepare(sequence, std::move(heads), prompt_queries);
+    Prepared prepared = prepare(sequence, std::move(heads), prompt_queries, false);
     commit(prepared);
     for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
       if (compressor_.compresses(layer)) sequence.compressed_before[layer] = true;
@@ -266,7 +273,7 @@ class CpuBackend final : public Backend {
       const std::uint8_t before = flags[2 * layer];
       const std::uint8_t has_tokens = flags[2 * layer + 1];
       if (before > 1 || has_tokens > 1 || (has_tokens == 1 && !shape.config.cached) ||
-          (before == 1 && !compressor_.compresses(layer)))
+          (before == 1 && !leaves_fast_tier(layer)))
         reader.refuse(fmt::format("layer {} holds what no such layer does", layer));
       sequence.compressed_before[layer] = before == 1;
       if (has_tokens == 1) restore(sequence, layer, reader);
@@ -455,11 +462,15 @@ class CpuBackend final : public Backend {
     return {heads.front().tokens(), heads.front().compressed()};
   }
 
+  // Whether tokens of the layer are ever compressed.
+  bool leaves_fast_tier(std::size_t layer) const {
+    return compressor_.compresses(layer) && config_.keep < 1;
+  }
+
   // Room for steps on a layer of this many tokens. Neither its residents nor its compressed tokens
   // are ever more, so this is needed only where tokens come in: by reserve, and once at the start.
   void make_room(std::size_t layer, std::int64_t tokens) {
-    const bool compresses = compressor_.compresses(layer) && config_.keep < 1;
-    workspaces_.reserve(shapes_[layer], compresses ? tokens : 0, tokens);
+    workspaces_.reserve(shapes_[layer], leaves_fast_tier(layer) ? tokens : 0, tokens);
   }
 
   void restore(Sequence& sequence, std::size_t layer, SavedReader& reader) {
@@ -508,6 +519,7 @@ class CpuBackend final : public Backend {
   // A compression that only has to be put in force.
   struct Prepared {
     Sequence* sequence = nullptr;
+    bool keeps_room = false;
     std::vector<HeadCompression> heads;
     std::vector<std::optional<Window>> windows;
     // Of each thread.
@@ -515,9 +527,10 @@ class CpuBackend final : public Backend {
     std::size_t scratch_size = 0;
   };
 
-  // Changes nothing that shows. heads: those of whole layers, or none.
+  // Changes nothing that shows. heads: those of whole layers, or none. keeps_room: for tokens to
+  // come.
   Prepared prepare(Sequence& sequence, std::vector<HeadCompression> heads,
-                   std::span<const TensorView> prompt_queries) {
+                   std::span<const TensorView> prompt_queries, bool keeps_room) {
     const auto store_of = [&](const HeadCompression& head) -> HeadStore& {
       return sequence.layers[head.layer][head.head];
     };
@@ -534,10 +547,12 @@ class CpuBackend final : public Backend {
       const LayerShape& shape = shapes_[head.layer];
       HeadStore& store = store_of(head);
       result.windows.push_back(store.reserve_compress(
-          shape, compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shape), head));
+          shape, compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shape), head,
+          keeps_room ? store.spare() : 0));
       largest_dim = std::max(largest_dim, shape.config.key_dim);
     }
     result.sequence = &sequence;
+    result.keeps_room = keeps_room;
     result.scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
     result.scratch.resize(static_cast<std::size_t>(pool_.size()) * result.scratch_size);
     result.heads = std::move(heads);
@@ -551,6 +566,7 @@ class CpuBackend final : public Backend {
     pool_.run(static_cast<std::int64_t>(prepared.heads.size()), [&](int worker, std::int64_t i) {
       HeadCompression& head = prepared.heads[static_cast<std::size_t>(i)];
       const std::size_t size = prepared.scratch_size;
+      if (!prepared.keeps_room) store_of(head).give_room_up();
       store_of(head).compress(
           shapes_[head.layer], kernels_, head,
           std::move(prepared.windows[static_cast<std::size_t>(i)]),
@@ -572,7 +588,7 @@ class CpuBackend final : public Backend {
       for (std::int64_t i = 0; i < outgrown; ++i)
         score.push_back(store.window_scores().settled_score(i));
     }
-    return prepare(sequence, compressor_.window(sequence.draw, layer, lengths, score), {});
+    return prepare(sequence, compressor_.window(sequence.draw, layer, lengths, score), {}, true);
   }
 
   CacheConfig config_;

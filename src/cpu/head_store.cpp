@@ -216,7 +216,7 @@ HeadRows HeadStore::rows(const LayerShape& shape) const {
 }
 
 std::optional<Window> HeadStore::reserve_compress(const LayerShape& shape, const SketchShape& codes,
-                                                  const HeadCompression& head) {
+                                                  const HeadCompression& head, std::int64_t spare) {
   const std::int64_t begin = compressed_;
   const std::int64_t end = head.end();
   const std::int64_t padded = round_up(end, kSketchGroup);
@@ -243,8 +243,8 @@ std::optional<Window> HeadStore::reserve_compress(const LayerShape& shape, const
   const std::int64_t gone = end - begin;
   if (gone < window_.key.size() && !window_.key.holds_on(gone)) return std::nullopt;
   Window rest(shape);
-  rest.key = window_.key.copy_from(gone, spare());
-  rest.value = window_.value.copy_from(gone, spare());
+  rest.key = window_.key.copy_from(gone, spare);
+  rest.value = window_.value.copy_from(gone, spare);
   return rest;
 }
 

@@ -198,6 +198,8 @@ class HeadStore {
   void reserve_append(std::int64_t count, bool scores);
   // Whether append of so many writes to memory that no fork holds, and needs no more of it.
   bool has_room(std::int64_t count, bool scores) const;
+  // What there is room for is no longer kept free; nothing is freed.
+  void give_room_up() noexcept { room_ = 0; }
   // Adds tokens of KV head `head` of the views, already checked to fit the storage type.
   void append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
               std::int64_t head, bool scores) noexcept;
@@ -210,9 +212,9 @@ class HeadStore {
   // What the compressor is told of the head; valid until the head changes.
   HeadRows rows(const LayerShape& shape) const;
   // Room for this compression, with codes of this form; afterwards compress of it cannot fail. The
-  // result is the window that is left where it moves.
+  // result is the window that is left where it moves, with room for `spare` more tokens.
   std::optional<Window> reserve_compress(const LayerShape& shape, const SketchShape& codes,
-                                         const HeadCompression& head);
+                                         const HeadCompression& head, std::int64_t spare);
   // Compresses positions [compressed, head.end()); takes basis and order out of `head`. The keys'
   // centre is that of the first head.first_tokens, at a first compression.
   // scratch: twice key_dim rounded up to 16, in floats.

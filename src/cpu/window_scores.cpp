@@ -1,6 +1,7 @@
 #include "cpu/window_scores.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include "cpu/room.hpp"
 
@@ -91,6 +92,17 @@ float WindowScores::settled_score(std::int64_t token) const noexcept {
   return window_score(square, steps);
 }
 
+namespace {
+
+// Squares of probabilities, or sums of them.
+void check_squares(SavedReader& reader, std::span<const float> squares) {
+  for (const float x : squares) {
+    if (!(x >= 0 && std::isfinite(x))) reader.refuse("a score that is no number, or negative");
+  }
+}
+
+}  // namespace
+
 void WindowScores::save(SavedWriter& writer) const {
   writer.put_all(std::span<const float>(square_));
   writer.put_all(std::span<const std::uint32_t>(steps_));
@@ -110,6 +122,7 @@ void WindowScores::restore(SavedReader& reader, std::int64_t tokens) {
   reader.get_all(std::span(steps_));
   first_ = reader.get<std::int64_t>();
   reader.get_all(std::span<std::uint8_t>(has_given_));
+  check_squares(reader, square_);
   if (first_ < 0 || first_ > tokens || rows() > kMostScoredTokens)
     reader.refuse("scores of tokens that are not there");
   stride_ = tokens;
@@ -119,8 +132,10 @@ void WindowScores::restore(SavedReader& reader, std::int64_t tokens) {
     if (given > 1 || (given == 1 && r >= rows()))
       reader.refuse("scores of tokens that are not there");
     if (given == 0) continue;
-    reader.get_all(std::span(given_).subspan(static_cast<std::size_t>(r * stride_),
-                                             static_cast<std::size_t>(first_ + r + 1)));
+    const std::span<float> row = std::span(given_).subspan(
+        static_cast<std::size_t>(r * stride_), static_cast<std::size_t>(first_ + r + 1));
+    reader.get_all(row);
+    check_squares(reader, row);
   }
 }
 

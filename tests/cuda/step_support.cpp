@@ -90,7 +90,7 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
         head.clusters = make_clusters(store.host_values(shape_), head.order.position, head.odds);
       }
       std::optional<cpu::Window> window = store.reserve_compress(
-          shape_, has_codes(setup.sketch.kind) ? head.basis.shape : shape_.sketch, head);
+          shape_, has_codes(setup.sketch.kind) ? head.basis.shape : shape_.sketch, head, 0);
       std::vector<float> scratch(2 * index(setup.key_dim) + 32);
       store.compress(shape_, cpu::scalar_kernels(), head, std::move(window), scratch);
     }

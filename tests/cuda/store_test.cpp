@@ -210,7 +210,7 @@ struct Pair {
     HeadCompression copy = head;
     REQUIRE(copy.end() == end);
     std::optional<verkv::cpu::Window> window = heads[h].reserve_compress(
-        shape, copy.basis.query.empty() ? heads[h].sketch(shape) : copy.basis.shape, copy);
+        shape, copy.basis.query.empty() ? heads[h].sketch(shape) : copy.basis.shape, copy, 0);
     heads[h].compress(shape, verkv::cpu::scalar_kernels(), copy, std::move(window), scratch);
   }
 

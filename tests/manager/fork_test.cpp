@@ -362,6 +362,48 @@ TEST_CASE("A fork costs a few pages, and its bytes are counted once", "[cpu]") {
   CHECK(all_bytes(cache->memory()) == 0);
 }
 
+TEST_CASE("A batch that finds no memory for a fork compresses nothing", "[cpu]") {
+  CacheConfig config = small_config();
+  const auto cache = make_cache(config);
+  const SequenceId due = cache->create_sequence();
+  const SequenceId parent = cache->create_sequence();
+  Random random(45);
+  // More than a page, so that the fork shares a block that its parent adds to.
+  const Block keys = random_block(random, 100, 2, 64, 1);
+  const Block values = random_block(random, 100, 2, 64, 1);
+  for (const SequenceId id : {due, parent}) {
+    cache->append(id, 0, keys.view(), values.view());
+    compress(*cache, id, {random_scores(random, 2, 100, ScoreKind::random)});
+  }
+  for (int i = 0; i < 16; ++i)
+    cache->append(due, 0, keys.part(i, 1).view(), values.part(i, 1).view());
+  cache->reserve(parent, 4);
+  cache->fork(parent);
+  const std::vector<SequenceId> rows = {due, parent};
+  const Block two_keys = keys.part(0, 2);
+  const Block two_values = values.part(0, 2);
+  REQUIRE(cache->compressed_tokens(due, 0) == 92);
+  std::int64_t failed = 0;
+  for (std::int64_t limit = 0;; ++limit) {
+    REQUIRE(limit < 1000);
+    bool threw = false;
+    allowed = limit;
+    try {
+      cache->append(0, {rows, two_keys.view(), two_values.view()});
+    } catch (const std::bad_alloc&) {
+      threw = true;
+    }
+    allowed = -1;
+    if (!threw) break;
+    ++failed;
+    REQUIRE(cache->compressed_tokens(due, 0) == 92);
+    REQUIRE(cache->tokens(due, 0) == 116);
+    REQUIRE(cache->tokens(parent, 0) == 100);
+  }
+  CHECK(failed > 10);
+  CHECK(cache->compressed_tokens(due, 0) == 108);
+}
+
 TEST_CASE("A fork that finds no memory changes nothing", "[cpu]") {
   const Victim victim(victim_config());
   KvCacheManager& cache = *victim.cache;

@@ -353,6 +353,55 @@ TEST_CASE("Saved sequences that someone made up are refused, or answer", "[save]
   CHECK(answered > trials(300));
 }
 
+// With a checksum that fits.
+void seal(Bytes& bytes, const Section& section) {
+  const std::uint64_t sum =
+      checksum_of(std::span(bytes).subspan(section.begin, section.end - section.begin));
+  std::memcpy(bytes.data() + section.end, &sum, 8);
+}
+
+TEST_CASE("What no sequence of the configuration holds is refused", "[save][cpu]") {
+  CacheConfig config = saved_config();
+  config.layers = {layer_of(1, 2, 24, 16)};
+  config.compress_from = 16;
+  config.keep = 0.5;
+  Narration passage(config);
+  const auto cache = make_cache(config);
+  const SequenceId sequence = cache->create_sequence(9);
+  passage.append(*cache, sequence, 400);
+  passage.compress(*cache, sequence);
+  passage.append(*cache, sequence, 1);
+  passage.step(*cache, sequence);
+  const Bytes whole = saved(*cache, sequence);
+  const Section scores = sections_of(whole)[4];
+  for (const float bad : {kNaN, kInfinity, -1.0f}) {
+    Bytes bytes = whole;
+    std::memcpy(bytes.data() + scores.begin, &bad, sizeof bad);
+    seal(bytes, scores);
+    check_names(error_of<FormatError>([&] { restored(*cache, bytes); }), {"score"});
+  }
+  // Tokens that are compressed where the budget is for all of them.
+  const std::string text(reinterpret_cast<const char*>(whole.data()), whole.size());
+  const std::string before = "keep 0.5\n";
+  const std::size_t at = text.find(before);
+  REQUIRE(at < text.size());
+  config.keep = 1;
+  std::uint64_t length = 0;
+  std::memcpy(&length, whole.data() + 16, sizeof length);
+  length -= 2;
+  Bytes bytes = whole;
+  std::memcpy(bytes.data() + 16, &length, sizeof length);
+  bytes[at + 5] = std::byte{'1'};
+  bytes.erase(bytes.begin() + static_cast<std::ptrdiff_t>(at) + 6,
+              bytes.begin() + static_cast<std::ptrdiff_t>(at) + 8);
+  seal(bytes, {0, 24 + static_cast<std::size_t>(length)});
+  const auto all_kept = make_cache(config);
+  check_names(error_of<FormatError>([&] { restored(*all_kept, bytes); }), {"layer 0"});
+  CHECK(all_kept->memory().host_bytes == 0);
+  CHECK_THROWS_AS(cache->save(sequence, nullptr), InvalidArgument);
+  CHECK_THROWS_AS(cache->restore(nullptr), InvalidArgument);
+}
+
 TEST_CASE("Rows are read back as they are stored", "[save][cpu]") {
   CacheConfig config = saved_config();
   config.layers = {layer_of(3, 2, 40, 24)};

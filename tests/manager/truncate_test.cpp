@@ -440,6 +440,31 @@ TEST_CASE("A step that is short of memory for its reports appends nothing", "[cp
   CHECK(reader.tokens() == 61);
 }
 
+TEST_CASE("Of tokens that were taken back no room is kept for forks and compressions", "[cpu]") {
+  const Passage passage(4000);
+  CacheConfig config = small_config();
+  const auto cache = make_cache(config);
+  std::int64_t reserved[2] = {};
+  for (const bool taken_back : {false, true}) {
+    const SequenceId id = cache->create_sequence(1);
+    const std::int64_t tokens = taken_back ? 4000 : 200;
+    const Block keys = passage.keys.part(0, tokens);
+    const Block values = passage.values.part(0, tokens);
+    cache->append(id, 0, keys.view(), values.view());
+    cache->truncate(id, 200);
+    const MemoryReport before = cache->memory();
+    const SequenceId fork = cache->fork(id);
+    CHECK(cache->memory().reserved_bytes - before.reserved_bytes < 10'000);
+    cache->erase(fork);
+    Random random(3);
+    compress(*cache, id, {random_scores(random, 2, 200, ScoreKind::random)});
+    reserved[taken_back] = cache->memory(id).reserved_bytes;
+    cache->erase(id);
+  }
+  // Rows of 512 bytes of two heads on the host stay, and none on the fast tier.
+  CHECK(reserved[1] - reserved[0] < 3900 * 2 * 512);
+}
+
 TEST_CASE("A batched append is as many appends") {
   CacheConfig config = small_config();
   const Passage passage(120);
