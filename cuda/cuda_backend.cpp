@@ -165,7 +165,7 @@ class CudaBackend final : public Backend {
   }
 
   void compress(SequenceId id, std::span<const ImportanceView> importance,
-                std::span<const TensorView> prompt_queries) override {
+                std::span<const TensorView> prompt_queries, const Allow& allow) override {
     const CurrentDevice current(options_.device);
     check_numbers();
     Sequence& sequence = find(id);
@@ -183,7 +183,7 @@ class CudaBackend final : public Backend {
     std::vector<HeadCompression> heads = compressor_.prompt(sequence.draw, lengths, scores);
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
     std::vector<Prepared> prepared;
-    prepare(sequence, heads, prompt_queries, prepared);
+    prepare(sequence, heads, prompt_queries, allow, prepared);
     commit(prepared);
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
       if (compressor_.compresses(layer)) sequence.compressed_before[layer] = true;
@@ -419,7 +419,7 @@ class CudaBackend final : public Backend {
       const LayerLengths lengths = lengths_of(store);
       const std::vector<float> score = store.window_scores(outgrown(growth), stream_);
       std::vector<HeadCompression> heads = compressor_.window(sequence.draw, layer, lengths, score);
-      prepare(sequence, heads, {}, prepared);
+      prepare(sequence, heads, {}, [](std::int64_t) {}, prepared);
     }
     commit(prepared);
   }
@@ -436,7 +436,8 @@ class CudaBackend final : public Backend {
   // Adds the compressions of `heads`, those of whole layers in order. What queries have given must
   // have been taken in. Changes nothing that shows. Waits for the stream.
   void prepare(Sequence& sequence, std::span<HeadCompression> heads,
-               std::span<const TensorView> prompt_queries, std::vector<Prepared>& out) {
+               std::span<const TensorView> prompt_queries, const Allow& allow,
+               std::vector<Prepared>& out) {
     std::vector<std::vector<std::byte>> copies(prompt_queries.size());
     const std::vector<TensorView> queries =
         options_.views == MemorySpace::host
@@ -456,6 +457,14 @@ class CudaBackend final : public Backend {
         [](std::int64_t count, const Compressor::Task& task) {
           for (std::int64_t i = 0; i < count; ++i) task(i);
         });
+    std::int64_t added = 0;
+    for (const HeadCompression& head : heads) {
+      added += added_fast_bytes(config_, head,
+                                compressor_.needs_basis(head)
+                                    ? head.basis.shape
+                                    : sequence.layers[head.layer]->codes(head.head));
+    }
+    allow(added);
     for (std::size_t at = 0; at < heads.size();) {
       const std::size_t layer = heads[at].layer;
       const std::span<HeadCompression> part =

@@ -114,6 +114,10 @@ class LayerStore {
   std::span<const Positive16> open_odds(std::int64_t head) const {
     return orders_[static_cast<std::size_t>(head)].open_odds;
   }
+  // The form of the codes of one KV head, after the first compression.
+  SketchShape codes(std::size_t head) const {
+    return bases_.empty() ? layer_->sketch : bases_[head].shape;
+  }
   // A copy of the order of one KV head. Allocates.
   HeadOrder order(std::int64_t head) const;
   // Of the compressed tokens of one KV head, by place. Waits for the stream.

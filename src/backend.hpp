@@ -8,6 +8,7 @@
 #define VERKV_SRC_BACKEND_HPP
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 
@@ -68,6 +69,8 @@ class Booking {
 
 class Backend {
  public:
+  using Allow = std::function<void(std::int64_t added_fast_bytes)>;
+
   virtual ~Backend() = default;
 
   virtual std::string description() const = 0;
@@ -97,8 +100,10 @@ class Backend {
   // One view per layer; those of layers that are not compressed are not looked at.
   // prompt_queries: likewise, or empty. Throws InvalidArgument on a score that is negative or not
   // finite and on a query that is used and not finite.
+  // allow: is given the bytes in use that the fast tier will have more (below 0: fewer), and throws
+  // where they are too many, before anything has changed.
   virtual void compress(SequenceId sequence, std::span<const ImportanceView> importance,
-                        std::span<const TensorView> prompt_queries) = 0;
+                        std::span<const TensorView> prompt_queries, const Allow& allow) = 0;
   virtual void redraw(SequenceId sequence, std::uint64_t draw) = 0;
 
   // Throws what attend would throw, of the queries' numbers and for want of memory, and fills

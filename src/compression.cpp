@@ -9,6 +9,8 @@
 #include <verkv/clusters.hpp>
 #include <verkv/inclusion.hpp>
 
+#include "window_score.hpp"
+
 #include "invalid.hpp"
 
 namespace verkv {
@@ -321,6 +323,34 @@ void Compressor::complete(std::span<HeadCompression> heads,
   for (const std::exception_ptr& failure : failed) {
     if (failure) std::rethrow_exception(failure);
   }
+}
+
+std::int64_t added_fast_bytes(const CacheConfig& config, const HeadCompression& head,
+                              const SketchShape& codes) {
+  const LayerConfig& layer = config.layers[head.layer];
+  const std::int64_t element = static_cast<std::int64_t>(size_bytes(config.storage));
+  const std::int64_t row = (layer.key_dim + layer.value_dim) * element;
+  const auto in_groups = [](std::int64_t count) {
+    return (count + kSketchGroup - 1) / kSketchGroup * kSketchGroup;
+  };
+  const std::int64_t metadata = static_cast<std::int64_t>(sizeof(Positive16));
+  const std::int64_t padded = in_groups(head.end()) - in_groups(head.begin);
+  const std::int64_t drawn = static_cast<std::int64_t>(head.drawn.size());
+  std::int64_t added = drawn * (row + static_cast<std::int64_t>(sizeof(std::uint32_t))) +
+                       padded * metadata - (head.end() - head.begin) * (row + kWindowScoreBytes);
+  if (has_codes(codes.kind)) {
+    added += padded * metadata + code_storage_bytes(codes, head.end()) -
+             code_storage_bytes(codes, head.begin);
+    if (head.begin == 0) {
+      const std::int64_t column = codes.dim * static_cast<std::int64_t>(sizeof(Half));
+      added += layer.key_dim * (column + static_cast<std::int64_t>(sizeof(float)));
+    }
+  }
+  if (config.study.estimator == Estimator::clusters) {
+    added += (clusters_of(head.end()) - clusters_of(head.begin)) *
+             (layer.value_dim * element + metadata);
+  }
+  return added;
 }
 
 SketchBasis make_basis(int bits, const Rows& keys, std::span<const Positive16> odds,

@@ -147,6 +147,11 @@ class VERKV_API Compressor {
   std::vector<Layer> layers_;
 };
 
+// Bytes in use on the fast tier that a compression which is complete adds to its head; below 0 where
+// it frees more. codes: the form of the head's codes.
+VERKV_API std::int64_t added_fast_bytes(const CacheConfig& config, const HeadCompression& head,
+                                        const SketchShape& codes);
+
 // The basis of one head from positions [0, odds.size()) of its keys. importance: of the same
 // positions, or null. queries: [count][key_dim]. out_leading: if not null, the keys' side of the
 // directions of its order. Allocates.

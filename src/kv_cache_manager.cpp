@@ -251,7 +251,15 @@ struct KvCacheManager::Impl final : Totals {
     std::int64_t elapsed = 0;
     {
       const Stopwatch watch(elapsed);
-      backend->compress(id, importance, prompt_queries);
+      backend->compress(id, importance, prompt_queries, [&](std::int64_t added) {
+        if (added <= 0) return;
+        // The totals are without the sequence now. What it shares stays as long as others hold it.
+        std::int64_t held = 0;
+        all_layers(id)([&](SequenceId, std::int64_t layer) {
+          held += backend->memory(id, layer).fast_bytes();
+        });
+        check_limits({.host = 0, .fast = held + added}, {});
+      });
     }
     count(1);
     times.compressed(elapsed, rows);

@@ -14,6 +14,9 @@ namespace verkv {
 // apart until the next append: a bound on the memory of it.
 inline constexpr std::int64_t kMostScoredTokens = 32;
 
+// Of a token of the window: the sum of squares and the steps.
+inline constexpr std::int64_t kWindowScoreBytes = sizeof(float) + sizeof(std::uint32_t);
+
 // Numbers that wait where `count` tokens have come at once and the window then has `window`: a row
 // of the window for each that scores.
 constexpr std::int64_t given_numbers(std::int64_t count, std::int64_t window) {

@@ -181,7 +181,7 @@ class CountingBackend final : public verkv::Backend {
     lengths_[id.value][layer] = tokens;
   }
   void compress(SequenceId id, std::span<const ImportanceView>,
-                std::span<const TensorView>) override {
+                std::span<const TensorView>, const Allow&) override {
     touched(id);
   }
   void redraw(SequenceId id, std::uint64_t) override { touched(id); }

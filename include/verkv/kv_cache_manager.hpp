@@ -137,7 +137,8 @@ class VERKV_API KvCacheManager {
   // (CacheConfig::compress_from) stays as it is and uses none either, and the compression of its
   // window during decode knows none.
   // Throws InvalidArgument on a wrong shape or type, on a score that is negative or not finite
-  // (naming layer, head and token), and on a query that is used and not finite.
+  // (naming layer, head and token), and on a query that is used and not finite; CapacityError where
+  // the fast tier would hold more than its limit (of few tokens the sketch takes more than it saves).
   void compress(SequenceId sequence, std::span<const ImportanceView> importance,
                 std::span<const TensorView> prompt_queries = {});
 

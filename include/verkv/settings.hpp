@@ -133,9 +133,9 @@ struct CacheConfig {
   // Share of tokens that stays resident, in (0, 1]; sinks and local window are paid from it.
   double keep = 0.0625;
   FetchConfig fetch = {};
-  // Most bytes of residents, sketch and metadata, and most bytes of the host tier. append, step,
-  // reserve, fork and restore check both for the tokens that they add; not what compress keeps, nor
-  // pages that forks stop sharing (KvCacheManager::fork).
+  // Most bytes in use of residents, sketch and metadata, and of the host tier. append, step,
+  // reserve, compress, fork and restore check them before anything changes. Not counted: pages that
+  // forks stop sharing (KvCacheManager::fork), chunks that decoding compresses.
   std::optional<std::int64_t> fast_bytes_limit = std::nullopt;
   std::optional<std::int64_t> host_bytes_limit = std::nullopt;
   // Most recent tokens and first tokens: always resident.

@@ -183,7 +183,7 @@ class CpuBackend final : public Backend {
   }
 
   void compress(SequenceId id, std::span<const ImportanceView> importance,
-                std::span<const TensorView> prompt_queries) override {
+                std::span<const TensorView> prompt_queries, const Allow& allow) override {
     Sequence& sequence = find(id);
     std::vector<LayerLengths> lengths;
     for (const std::vector<HeadStore>& heads : sequence.layers)
@@ -191,6 +191,7 @@ class CpuBackend final : public Backend {
     std::vector<HeadCompression> heads = compressor_.prompt(sequence.draw, lengths, importance);
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
     Prepared prepared = prepare(sequence, std::move(heads), prompt_queries, false);
+    allow(prepared.added_fast_bytes);
     commit(prepared);
     for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
       if (compressor_.compresses(layer)) sequence.compressed_before[layer] = true;
@@ -522,6 +523,7 @@ class CpuBackend final : public Backend {
     bool keeps_room = false;
     std::vector<HeadCompression> heads;
     std::vector<std::optional<Window>> windows;
+    std::int64_t added_fast_bytes = 0;
     // Of each thread.
     std::vector<float> scratch;
     std::size_t scratch_size = 0;
@@ -546,9 +548,11 @@ class CpuBackend final : public Backend {
     for (const HeadCompression& head : heads) {
       const LayerShape& shape = shapes_[head.layer];
       HeadStore& store = store_of(head);
-      result.windows.push_back(store.reserve_compress(
-          shape, compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shape), head,
-          keeps_room ? store.spare() : 0));
+      const SketchShape codes =
+          compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shape);
+      result.windows.push_back(
+          store.reserve_compress(shape, codes, head, keeps_room ? store.spare() : 0));
+      result.added_fast_bytes += added_fast_bytes(config_, head, codes);
       largest_dim = std::max(largest_dim, shape.config.key_dim);
     }
     result.sequence = &sequence;
