@@ -271,8 +271,9 @@ class CudaBackend final : public Backend {
             std::byte*) const override {
     not_served("read");
   }
-  void save(SequenceId, SavedWriter&) const override { not_served("save"); }
-  void restore(SequenceId, SavedReader&) override { not_served("restore"); }
+  void require_saving() const override { not_served("save and restore"); }
+  void save(SequenceId, SavedWriter&) const override { require_saving(); }
+  void restore(SequenceId, SavedReader&) override { require_saving(); }
 
   LayerStatistics statistics(std::int64_t layer) const override {
     const CurrentDevice current(options_.device);

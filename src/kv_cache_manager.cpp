@@ -538,6 +538,7 @@ void KvCacheManager::save(SequenceId sequence, const WriteBytes& write) const {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   if (!write) invalid(ErrorCode::shape, "save is given no function to write with");
+  impl_->backend->require_saving();
   SavedWriter writer(write);
   put_head(writer, impl_->config);
   impl_->backend->save(sequence, writer);
@@ -546,6 +547,7 @@ void KvCacheManager::save(SequenceId sequence, const WriteBytes& write) const {
 SequenceId KvCacheManager::restore(const ReadBytes& read) {
   const std::lock_guard lock(impl_->mutex);
   if (!read) invalid(ErrorCode::shape, "restore is given no function to read with");
+  impl_->backend->require_saving();
   SavedReader reader(read);
   check_head(reader, impl_->config);
   const TierBytes before{impl_->total.host_bytes, impl_->total.fast_bytes()};

@@ -62,10 +62,11 @@ void SavedReader::get_bytes(std::span<std::byte> bytes) {
   std::size_t got = 0;
   while (got < bytes.size()) {
     const std::size_t now = read_(bytes.subspan(got));
-    if (now == 0 || now > bytes.size() - got) {
+    if (now == 0) {
       at_ += static_cast<std::int64_t>(got);
       refuse("it ends there");
     }
+    if (now > bytes.size() - got) refuse("the reader gave more bytes than it was asked for");
     got += now;
   }
   at_ += static_cast<std::int64_t>(got);

@@ -122,6 +122,7 @@ TEST_CASE("Clusters: what is corrected lies in the certified interval, its neare
   CHECK(cluster_correction(4, 0, 2, kInfinite) == 1);
   CHECK(cluster_correction(4, 0, 2, std::numeric_limits<double>::quiet_NaN()) == 1);
   CHECK(cluster_correction(0, 0, 2, 0.5) == 1);
+  CHECK(std::isfinite(static_cast<float>(cluster_correction(1e-40, 0, 5, 0.5))));
   // So where the plain estimate is within its bound of D over L, which is no less than what is
   // known, this one is within twice of it.
   Random random(3);

@@ -33,6 +33,7 @@
 #ifndef VERKV_CLUSTERS_HPP
 #define VERKV_CLUSTERS_HPP
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -104,7 +105,8 @@ VERKV_HD inline double cluster_correction(double predicted, double known, double
   if (!(predicted > 0) || !(slack < std::numeric_limits<double>::infinity())) return 1;
   const double least = plain - slack - known;
   const double most = plain + slack - known;
-  if (predicted < least) return least / predicted;
+  // So much that binary32 holds it: where nearly nothing is predicted it cannot make up for much.
+  if (predicted < least) return std::min(least / predicted, 1e30);
   return predicted > most ? (most > 0 ? most / predicted : 0) : 1;
 }
 

@@ -116,9 +116,8 @@ class VERKV_API KvCacheManager {
   // Further back the tokens that stay are all compressed, the local window is empty until more
   // come, and the sample is what was drawn of them before, with the same probabilities: what a
   // certificate says holds, and Truncation::exact is false. Costs what it takes to sketch what stays;
-  // a reservation of such a layer is gone. Later appends go on compressing, also from 0
-  // tokens on. Not on a device: there Truncation::done is false, and
-  // nothing changes.
+  // a reservation of such a layer is gone. Later appends go on compressing, also from 0 tokens on.
+  // Not on a device: there Truncation::done is false, and nothing changes.
   // Throws InvalidArgument on an unknown sequence, and on a number that is negative or above the
   // tokens of every layer; std::bad_alloc.
   Truncation truncate(SequenceId sequence, std::int64_t tokens);

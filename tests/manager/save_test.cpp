@@ -464,6 +464,9 @@ TEST_CASE("A backend that does not save says so, and nothing changes", "[save]")
   const auto none = [](std::span<const std::byte>) {};
   victim.refuses<InvalidArgument>([&] { victim.cache->save(victim.a, none); }, {"save"});
   victim.refuses<InvalidArgument>([&] { victim.cache->read(victim.a, 0, 0, 0, {}, {}); }, {"read"});
+  // Before a byte is asked for.
+  const auto broken = [](std::span<std::byte>) -> std::size_t { throw std::runtime_error("read"); };
+  victim.refuses<InvalidArgument>([&] { victim.cache->restore(broken); }, {"restore"});
 }
 
 }  // namespace
