@@ -55,7 +55,10 @@ std::vector<BurstCase> burst_cases() {
     if (name == "scalar") c.config.study.vector_code = vector_codes().size() == 1;
     if (name == "threads") c.config.threads = 3;
   }
-  if (backend().thinning > 1) cases.erase(cases.begin() + 4, cases.end() - 1);
+  if (backend().thinning > 1) {
+    cases.erase(cases.begin() + 4, cases.end() - 1);
+    cases.erase(cases.begin() + 1, cases.begin() + 3);
+  }
   return cases;
 }
 
