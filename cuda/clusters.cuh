@@ -142,9 +142,9 @@ class ClusterPasses {
   VERKV_DEVICE Term term_of(std::int64_t slot, std::uint32_t place, float shift, float beta,
                             float cap) const {
     const float v = weight_exp(logit_[slot] - shift);
-    return {cluster_term(
-                v * drawn_coefficient(weight_[place], v, to_float(odds_[place]), beta, cap)),
-            v};
+    return {
+        cluster_term(v * drawn_coefficient(weight_[place], v, to_float(odds_[place]), beta, cap)),
+        v};
   }
 
   // Whether a token is of L and neither fetched nor without a weight that is a number.

@@ -31,7 +31,8 @@ namespace verkv::cuda {
 namespace {
 
 [[noreturn]] void not_served(const char* call) {
-  invalid(ErrorCode::wrong_backend, "the CUDA backend does not serve {}; the CPU backend does", call);
+  invalid(ErrorCode::wrong_backend, "the CUDA backend does not serve {}; the CPU backend does",
+          call);
 }
 
 struct Sequence {
@@ -420,7 +421,8 @@ class CudaBackend final : public Backend {
       const LayerLengths lengths = lengths_of(store);
       const std::vector<float> score = store.window_scores(outgrown(growth), stream_);
       std::vector<HeadCompression> heads = compressor_.window(sequence.draw, layer, lengths, score);
-      prepare(sequence, heads, {}, [](std::int64_t) {}, prepared);
+      prepare(
+          sequence, heads, {}, [](std::int64_t) {}, prepared);
     }
     commit(prepared);
   }

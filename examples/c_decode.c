@@ -19,7 +19,8 @@ static void need(verkv_code code) {
 /* Stands for the model: rows [token][head][kDim]. */
 static verkv_tensor_view rows(float* to, int64_t tokens, int64_t heads) {
   const verkv_tensor_view view = {to, VERKV_DTYPE_F32, tokens, heads, kDim, heads * kDim, kDim};
-  for (int64_t i = 0; i < tokens * heads * kDim; ++i) to[i] = 2.0f * (float)rand() / (float)RAND_MAX - 1.0f;
+  for (int64_t i = 0; i < tokens * heads * kDim; ++i)
+    to[i] = 2.0f * (float)rand() / (float)RAND_MAX - 1.0f;
   return view;
 }
 
@@ -52,7 +53,8 @@ int main(void) {
   verkv_cache* cache;
   int64_t sequence, fork;
   char text[200];
-  need(verkv_make_cpu_cache(&config, &cache, &error)); /* the text has the reasons, if there are any */
+  /* The text has the reasons, if there are any. */
+  need(verkv_make_cpu_cache(&config, &cache, &error));
   need(verkv_description(cache, text, sizeof text, NULL, &error));
   printf("%s\n", text);
 
@@ -85,8 +87,9 @@ int main(void) {
   need(verkv_erase(cache, sequence, &error));
   need(verkv_save(cache, fork, count_bytes, &saved, &error));
   need(verkv_statistics(cache, &statistics, &error));
-  printf("%lld decisions, %lld certified; %lld tokens moved; saved in %zu bytes\n", (long long)statistics.decisions,
-         (long long)statistics.certified, (long long)statistics.moved_tokens, saved);
+  printf("%lld decisions, %lld certified; %lld tokens moved; saved in %zu bytes\n",
+         (long long)statistics.decisions, (long long)statistics.certified,
+         (long long)statistics.moved_tokens, saved);
   verkv_destroy(cache);
   return statistics.decisions != kSteps * kLayers * kHeads;
 }

@@ -115,8 +115,8 @@ class Backend {
   virtual void attend(std::int64_t layer, const AttendBatch& batch) = 0;
 
   // Tokens [first, first + count) of a layer, [token][KV head][dim] as stored.
-  virtual void read(SequenceId sequence, std::int64_t layer, std::int64_t first,
-                    std::int64_t count, std::byte* keys, std::byte* values) const = 0;
+  virtual void read(SequenceId sequence, std::int64_t layer, std::int64_t first, std::int64_t count,
+                    std::byte* keys, std::byte* values) const = 0;
   // Throws where the backend does not serve the next calls.
   virtual void require_saving() const {}
   // What there is of a sequence but reserved room; restore fills one that was just created. Throws

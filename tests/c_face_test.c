@@ -7,7 +7,11 @@
 #include <verkv/verkv.h>
 
 enum { kLayers = 3, kKvHeads = 2, kHeads = 4, kKeyDim = 32, kValueDim = 16, kPrompt = 160 };
-enum { kRowKeys = kKvHeads * kKeyDim, kRowValues = kKvHeads * kValueDim, kRowQueries = kHeads * kKeyDim };
+enum {
+  kRowKeys = kKvHeads * kKeyDim,
+  kRowValues = kKvHeads * kValueDim,
+  kRowQueries = kHeads * kKeyDim
+};
 enum { kRowOutput = kHeads * kValueDim };
 
 static int failures = 0;
@@ -29,7 +33,8 @@ static void check_ok(verkv_code code, const char* what, int line) {
 #define OK(call) check_ok(call, #call, __LINE__)
 
 /* The call fails with `code`, and its text names `part`. */
-static void check_refused(verkv_code code, verkv_code expected, const char* part, const char* what, int line) {
+static void check_refused(verkv_code code, verkv_code expected, const char* part, const char* what,
+                          int line) {
   check(code == expected && error.code == expected && strstr(error.text, part) != NULL, what, line);
   if (code != expected || error.code != expected || strstr(error.text, part) == NULL)
     printf("  %s: %s\n", verkv_code_name(code), code == VERKV_OK ? "" : error.text);
@@ -39,7 +44,8 @@ static void check_refused(verkv_code code, verkv_code expected, const char* part
 #define REFUSED(call, expected, part) check_refused(call, expected, part, #call, __LINE__)
 
 static void check_place(int64_t layer, int64_t row, int64_t head, int64_t token, int line) {
-  check(error.layer == layer && error.row == row && error.head == head && error.token == token, "place", line);
+  check(error.layer == layer && error.row == row && error.head == head && error.token == token,
+        "place", line);
 }
 #define PLACE(layer, row, head, token) check_place(layer, row, head, token, __LINE__)
 
@@ -105,8 +111,10 @@ static void compress(verkv_cache* cache, int64_t sequence, int64_t tokens) {
     importance[i] = one;
     prompt[i] = view(queries, 8, kHeads, kKeyDim);
   }
-  REFUSED(verkv_compress(cache, sequence, importance, kLayers - 1, NULL, 0, &error), VERKV_ERROR_SHAPE, "3");
-  REFUSED(verkv_compress(cache, sequence, NULL, kLayers, NULL, 0, &error), VERKV_ERROR_SHAPE, "NULL");
+  REFUSED(verkv_compress(cache, sequence, importance, kLayers - 1, NULL, 0, &error),
+          VERKV_ERROR_SHAPE, "3");
+  REFUSED(verkv_compress(cache, sequence, NULL, kLayers, NULL, 0, &error), VERKV_ERROR_SHAPE,
+          "NULL");
   OK(verkv_compress(cache, sequence, importance, kLayers, prompt, kLayers, &error));
   free(scores);
   free(queries);
@@ -209,7 +217,8 @@ static void steps(verkv_cache* cache, int64_t sequence, int64_t fork) {
   OK(verkv_reserve(cache, sequence, 1, &error));
   OK(verkv_step(cache, 0, &k, &v, &one.batch, &error));
   CHECK(one.status[0] == VERKV_ROW_STATUS_ANSWERED && one.status[1] == VERKV_ROW_STATUS_BAD_QUERY);
-  CHECK(one.lse[0] > 0 && isinf(one.lse[kHeads]) && one.output[0] != 0 && one.output[kRowOutput] == 0);
+  CHECK(one.lse[0] > 0 && isinf(one.lse[kHeads]) && one.output[0] != 0 &&
+        one.output[kRowOutput] == 0);
   CHECK(one.heads[0].planned_tokens > 0 && one.kv[0].resident_tokens > 0);
   OK(verkv_tokens(cache, fork, 0, &tokens, &error));
   CHECK(tokens == kPrompt + 1);
@@ -229,7 +238,8 @@ static void steps(verkv_cache* cache, int64_t sequence, int64_t fork) {
   two.batch.lse_count = 0;
   OK(verkv_attend(cache, 0, &two.batch, &error));
   CHECK(memcmp(one.output, two.output, kRowOutput * sizeof(float)) == 0);
-  CHECK(one.heads[1].epsilon == two.heads[1].epsilon && one.heads[1].certified == two.heads[1].certified);
+  CHECK(one.heads[1].epsilon == two.heads[1].epsilon &&
+        one.heads[1].certified == two.heads[1].certified);
 
   OK(verkv_statistics_of_layer(cache, 0, &statistics, &error));
   CHECK(statistics.steps == 2 && statistics.decisions == 2 * kHeads && statistics.attend_ns > 0);
@@ -264,8 +274,10 @@ static void saving(verkv_cache* cache, int64_t sequence) {
   OK(verkv_read(cache, sequence, 0, 3, 4, keys, sizeof keys, values, sizeof values, &error));
   OK(verkv_read(cache, copy, 0, 3, 4, again, sizeof again, NULL, 0, &error));
   CHECK(memcmp(keys, again, sizeof keys) == 0);
-  REFUSED(verkv_read(cache, copy, 0, 3, 4, again, sizeof again - 2, NULL, 0, &error), VERKV_ERROR_SHAPE, "keys");
-  REFUSED(verkv_read(cache, copy, 0, 3, 4, NULL, sizeof again, NULL, 0, &error), VERKV_ERROR_SHAPE, "NULL");
+  REFUSED(verkv_read(cache, copy, 0, 3, 4, again, sizeof again - 2, NULL, 0, &error),
+          VERKV_ERROR_SHAPE, "keys");
+  REFUSED(verkv_read(cache, copy, 0, 3, 4, NULL, sizeof again, NULL, 0, &error), VERKV_ERROR_SHAPE,
+          "NULL");
 
   /* Another sample of the same tokens. */
   OK(verkv_redraw(cache, copy, 99, &error));
@@ -282,7 +294,8 @@ static void saving(verkv_cache* cache, int64_t sequence) {
   file.fail_after = file.count / 2;
   REFUSED(verkv_restore(cache, read_file, &file, &copy, &error), VERKV_ERROR_CALLBACK, "read");
   CHECK(error.callback_status == -43 && copy == -5);
-  REFUSED(verkv_restore(cache, read_too_much, NULL, &copy, &error), VERKV_ERROR_CALLBACK, "more bytes");
+  REFUSED(verkv_restore(cache, read_too_much, NULL, &copy, &error), VERKV_ERROR_CALLBACK,
+          "more bytes");
   REFUSED(verkv_restore(cache, NULL, NULL, &copy, &error), VERKV_ERROR_SHAPE, "NULL");
   file.fail_after = file.count + 10;
   REFUSED(verkv_save(cache, sequence, write_file, &file, &error), VERKV_ERROR_CALLBACK, "write");
@@ -312,7 +325,8 @@ static void life(void) {
   CHECK(config.layers == NULL && config.layer_count == kLayers && config.local_tokens == 8);
   OK(verkv_config_of_layer(cache, 1, &layer, sizeof layer, &error));
   CHECK(layer.value_dim == kValueDim && layer.cached == 0);
-  REFUSED(verkv_config_of_layer(cache, 3, &layer, sizeof layer, &error), VERKV_ERROR_UNKNOWN_LAYER, "3");
+  REFUSED(verkv_config_of_layer(cache, 3, &layer, sizeof layer, &error), VERKV_ERROR_UNKNOWN_LAYER,
+          "3");
   OK(verkv_description(cache, text, sizeof text, NULL, &error));
   CHECK(strncmp(text, "cpu", 3) == 0);
 
@@ -330,7 +344,8 @@ static void life(void) {
   OK(verkv_prometheus_text(cache, all, length + 1, NULL, &error));
   CHECK(strlen(all) == length && strstr(all, "verkv_") != NULL);
   OK(verkv_prometheus_text(cache, text, sizeof text, &length, &error));
-  CHECK(strlen(text) == sizeof text - 1 && length > sizeof text && strncmp(text, all, sizeof text - 1) == 0);
+  CHECK(strlen(text) == sizeof text - 1 && length > sizeof text &&
+        strncmp(text, all, sizeof text - 1) == 0);
   free(all);
 
   saving(cache, sequence);
@@ -339,7 +354,8 @@ static void life(void) {
   OK(verkv_tokens(cache, fork, 0, &tokens, &error));
   CHECK(tokens == kPrompt);
   OK(verkv_truncate(cache, fork, 100, &truncation, &error));
-  CHECK(truncation.done == 1 && truncation.exact == 0 && truncation.layer == 0 && truncation.least_tokens == kPrompt - 8);
+  CHECK(truncation.done == 1 && truncation.exact == 0 && truncation.layer == 0 &&
+        truncation.least_tokens == kPrompt - 8);
   OK(verkv_create_sequence(cache, &other, &error));
   CHECK(other != sequence && other != fork);
   OK(verkv_erase(cache, sequence, &error));
@@ -409,7 +425,8 @@ static void misuse(void) {
   k.data = NULL;
   REFUSED(verkv_append(cache, sequence, 2, &k, &v, &error), VERKV_ERROR_SHAPE, "null");
   REFUSED(verkv_reserve(cache, sequence, -3, &error), VERKV_ERROR_SHAPE, "-3");
-  REFUSED(verkv_truncate(cache, sequence, kPrompt + 1, &truncation, &error), VERKV_ERROR_SHAPE, "161");
+  REFUSED(verkv_truncate(cache, sequence, kPrompt + 1, &truncation, &error), VERKV_ERROR_SHAPE,
+          "161");
   REFUSED(verkv_truncate(cache, sequence, 0, NULL, &error), VERKV_ERROR_SHAPE, "NULL");
   REFUSED(verkv_memory(cache, NULL, &error), VERKV_ERROR_SHAPE, "NULL");
   REFUSED(verkv_memory(cache, &memory, &error), VERKV_ERROR_SHAPE, "size of 0");
@@ -423,7 +440,8 @@ static void misuse(void) {
   /* None of it has changed anything. */
   OK(verkv_tokens(cache, sequence, 2, &number, &error));
   CHECK(number == kPrompt);
-  CHECK(isnan(verkv_bound_edge(-1)) && isnan(verkv_bound_edge(VERKV_BOUND_EDGES)) && verkv_bound_edge(8) == 3);
+  CHECK(isnan(verkv_bound_edge(-1)) && isnan(verkv_bound_edge(VERKV_BOUND_EDGES)) &&
+        verkv_bound_edge(8) == 3);
   CHECK(verkv_version() == VERKV_VERSION);
   free(keys);
   free(values);
@@ -445,15 +463,16 @@ static void settings(void) {
   layers[2].window.has_value = 1;
   layers[2].window.value = 512;
   OK(verkv_unsupported_reasons(&config, text, sizeof text, &length, &error));
-  CHECK(strstr(text, "delta -1") != NULL && strstr(text, "\nlayer 2") == NULL && strstr(text, "512") != NULL);
+  CHECK(strstr(text, "delta -1") != NULL && strstr(text, "\nlayer 2") == NULL &&
+        strstr(text, "512") != NULL);
   CHECK(strlen(text) == length && text[length - 1] == '\n');
   REFUSED(verkv_make_cpu_cache(&config, &cache, &error), VERKV_ERROR_SETTING, "delta");
   CHECK(cache == NULL);
   REFUSED(verkv_make_cpu_cache(NULL, &cache, &error), VERKV_ERROR_SHAPE, "NULL");
   REFUSED(verkv_make_cpu_cache(&config, NULL, &error), VERKV_ERROR_SHAPE, "NULL");
 
-  OK(verkv_keep_for_fast_share(0.5, layers, sizeof layers[0], VERKV_DTYPE_F16, VERKV_SKETCH_KIND_EXACT, 2,
-                               VERKV_ESTIMATOR_PLAIN, &keep, &error));
+  OK(verkv_keep_for_fast_share(0.5, layers, sizeof layers[0], VERKV_DTYPE_F16,
+                               VERKV_SKETCH_KIND_EXACT, 2, VERKV_ESTIMATOR_PLAIN, &keep, &error));
   CHECK(keep > 0.4 && keep <= 0.5);
 
   config = configuration();
@@ -531,7 +550,8 @@ static void sizes_of_configurations(void) {
   CHECK(seen.study_select == VERKV_SELECTION_SPREAD && seen.study_cap.value == 2);
   verkv_destroy(cache);
 
-  CHECK(verkv_cache_config_init(&newer.known, sizeof newer, &error) == VERKV_OK && newer.later == 0);
+  CHECK(verkv_cache_config_init(&newer.known, sizeof newer, &error) == VERKV_OK &&
+        newer.later == 0);
   CHECK(newer.known.size == sizeof newer);
   OK(verkv_layer_config_init(&newer_layers[0].known, sizeof newer_layers[0], &error));
   CHECK(newer_layers[0].later == 0);
@@ -551,7 +571,8 @@ static void sizes_of_configurations(void) {
   REFUSED(verkv_make_cpu_cache(&newer.known, &cache, &error), VERKV_ERROR_SHAPE, "a layer");
   newer_layers[1].later = 0;
   newer.later = 1;
-  REFUSED(verkv_make_cpu_cache(&newer.known, &cache, &error), VERKV_ERROR_SHAPE, "verkv_cache_config");
+  REFUSED(verkv_make_cpu_cache(&newer.known, &cache, &error), VERKV_ERROR_SHAPE,
+          "verkv_cache_config");
 }
 
 static void sizes(void) {

@@ -184,8 +184,8 @@ class CountingBackend final : public verkv::Backend {
     touched(id);
     lengths_[id.value][layer] = tokens;
   }
-  void compress(SequenceId id, std::span<const ImportanceView>,
-                std::span<const TensorView>, const Allow&) override {
+  void compress(SequenceId id, std::span<const ImportanceView>, std::span<const TensorView>,
+                const Allow&) override {
     touched(id);
   }
   void redraw(SequenceId id, std::uint64_t) override { touched(id); }

@@ -108,7 +108,7 @@ struct MemoryReport {
   std::int64_t sketch_bytes = 0;
   // Odds, places, scores of the local window, and what the queries of its last tokens gave to them.
   std::int64_t metadata_bytes = 0;
-  std::int64_t host_bytes = 0;      // keys and values on the host tier
+  std::int64_t host_bytes = 0;  // keys and values on the host tier
   // Main memory, for tokens to come, for redraws and to find moved tokens: a calibrated sketch's
   // basis, the order of compressed tokens.
   std::int64_t basis_bytes = 0;

@@ -11,9 +11,9 @@ namespace verkv::cpu {
 void sum_clusters(HeadGroup& group);
 
 // For one query head, relative to the plan's shift: what centroids count, in place of the clusters'
-// weights (HeadGroup::cluster_weight), and what drawn tokens count, in place of their sketched
-// weights (resident_sketched), both still to be multiplied by HeadState::correction. Returns the
-// largest of all, corrected.
+// weights (HeadGroup::cluster_weight), and what is predicted by drawn tokens beside themselves, in
+// place of their sketched weights (resident_sketched), both still to be multiplied by
+// HeadState::correction. Returns the largest of all, corrected.
 float share_clusters(HeadGroup& group, int h);
 
 }  // namespace verkv::cpu

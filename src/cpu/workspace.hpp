@@ -85,8 +85,8 @@ struct Workspace {
 
   // ---- [query head][stride] arrays, of one row after the other ----
   AlignedVector<float> resident_weight;
-  // Sketched weights of drawn slots, -1 where the slot counts exactly; then what slots count in
-  // their clusters, if there are any.
+  // Sketched weights of drawn slots, -1 where the slot counts exactly; then what is predicted by the
+  // slots in their clusters, if there are any.
   AlignedVector<float> resident_sketched;
   // Of clusters: their sketched weights, then what the centroids count.
   AlignedVector<float> cluster_weight;

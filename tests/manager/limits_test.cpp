@@ -181,9 +181,8 @@ TEST_CASE("A compression that takes more than it saves respects the limit on the
   Random random(7);
   int larger = 0;
   for (int trial = 0; trial < trials(12); ++trial) {
-    config.layers = {
-        layer_of(2, 1, one_of(random, std::vector<std::int64_t>{64, 96, 256}), 40),
-        layer_of(1, 2, 80, 80)};
+    config.layers = {layer_of(2, 1, one_of(random, std::vector<std::int64_t>{64, 96, 256}), 40),
+                     layer_of(1, 2, 80, 80)};
     config.sketch.kind = trial % 4 == 3 ? SketchKind::exact : SketchKind::calibrated;
     config.study.estimator = one_of(random, std::vector{Estimator::clusters, Estimator::plain});
     config.keep = one_of(random, std::vector<double>{0.25, 0.9, 0.99});

@@ -235,8 +235,7 @@ class Mirror {
         // query may give it.
         const std::int64_t queries = static_cast<std::int64_t>(head.key.size() - first_scored_[l]);
         const std::int64_t places = backend().window_places ? residents : residents - window;
-        report.metadata_bytes +=
-            4 * places + 2 * whole_groups + 8 * window + 4 * queries * window;
+        report.metadata_bytes += 4 * places + 2 * whole_groups + 8 * window + 4 * queries * window;
         // 4 bytes a token's position and 4 a walk; directions in binary32.
         if (compressed > 0) {
           if (config_.study.estimator == Estimator::clusters && backend().window_places)
