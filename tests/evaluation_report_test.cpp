@@ -161,7 +161,7 @@ TEST_CASE("every field of a row is in the JSON under its name", "[report]") {
   CHECK(json.at("settings").at("steps") == -1);
   CHECK(json.at("settings").at("model_path") == "/models/a");
   // The fields of EvalRow, each under its name.
-  CHECK(json.at("rows").at(0).size() == 46);
+  CHECK(json.at("rows").at(0).size() == 49);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     for_each_field(rows[i], [&](const char* field, const auto& value) {
       CAPTURE(i, field);

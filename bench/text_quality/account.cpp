@@ -40,6 +40,11 @@ EvalRow describe(const Method& method, const EvalOptions& options, const Engine&
   row.sketch = sketch_label(method.config);
   if (!row.sketch.empty()) row.estimator = examples::estimator_word(method.config.study.estimator);
   row.keep = method.config.keep;
+  if (method.random) {
+    row.exponent = method.exponent;
+    row.inclusion_floor = method.config.study.inclusion_floor;
+    row.cap = method.config.study.cap.value_or(0);
+  }
   if (method.bits > 0) row.sketch = fmt::format("all in {} bits", method.bits);
   if (method.config.fetch.mode == FetchMode::verified) {
     row.epsilon = method.config.fetch.epsilon.value_or(kNone);

@@ -84,6 +84,9 @@ constexpr Column kColumns[] = {
     {"importance", [](const EvalRow& r) { return r.importance; }},
     {"sketch", [](const EvalRow& r) { return r.sketch; }},
     {"estimator", [](const EvalRow& r) { return r.estimator; }},
+    {"exponent", [](const EvalRow& r) { return short_number(r.exponent); }},
+    {"floor", [](const EvalRow& r) { return short_number(r.inclusion_floor); }},
+    {"cap", [](const EvalRow& r) { return short_number(r.cap); }},
     {"delta", [](const EvalRow& r) { return short_number(r.delta); }},
     {"resident %", [](const EvalRow& r) { return percent(r.resident_fraction); }},
     {"fetching %", [](const EvalRow& r) { return percent(r.fetching_share); }},
@@ -117,9 +120,9 @@ constexpr Column kColumns[] = {
     {"draws", [](const EvalRow& r) { return grouped(r.draws); }},
 };
 // Said once above the table where it is the same in all rows that have it.
-constexpr std::string_view kCommon[] = {"importance", "sketch", "estimator", "delta", "cache",
-                                        "dense ppl", "dense %", "dense range", "samples",
-                                        "prompts", "draws"};
+constexpr std::string_view kCommon[] = {"importance", "sketch", "estimator", "exponent", "floor",
+                                        "cap", "delta", "cache", "dense ppl", "dense %",
+                                        "dense range", "samples", "prompts", "draws"};
 // clang-format on
 
 struct Table {

@@ -30,6 +30,11 @@ struct EvalRow {
   double delta = kNone;
   double risk = kNone;
   double probability = kNone;
+  // How tokens were drawn: power of the importance, least inclusion probability, bound on the
+  // coefficient of a drawn token by its exact weight (0: none).
+  double exponent = kNone;
+  double inclusion_floor = kNone;
+  double cap = kNone;
 
   // Cost: shares of the cache; moved_tokens per step and KV head, moved_bytes per step.
   double resident_fraction = kNone;
@@ -89,6 +94,9 @@ void for_each_field(Row& row, F&& f) {
   f("delta", row.delta);
   f("risk", row.risk);
   f("probability", row.probability);
+  f("exponent", row.exponent);
+  f("inclusion_floor", row.inclusion_floor);
+  f("cap", row.cap);
   f("resident_fraction", row.resident_fraction);
   f("fetching_share", row.fetching_share);
   f("moved_fraction", row.moved_fraction);

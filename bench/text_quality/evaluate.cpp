@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <utility>
 
 #include <fmt/format.h>
@@ -203,7 +204,12 @@ class Evaluation {
 
   CacheDecoder make_decoder(const ScoredPrompt& scored, const Method& method,
                             std::uint64_t draw) const {
-    const Importance& score = scored.scores.at(method.score);
+    Importance score = scored.scores.at(method.score);
+    if (method.exponent != 1) {
+      for (std::vector<float>& layer : score)
+        for (float& value : layer)
+          value = static_cast<float>(std::pow(static_cast<double>(value), method.exponent));
+    }
     if (method.bits == 0) return {scored.prompt, score, options_.backend, method.config, draw};
     return {in_few_bits(scored.prompt, method.bits), score, options_.backend, method.config, draw};
   }

@@ -28,13 +28,13 @@ class Selector {
 
   std::vector<Method> select() {
     for (const char* method : {"dense", "dense_offload"}) {
-      if (wanted(method)) methods_.push_back({method, base_, Score::kvzip_mean, false, false});
+      if (wanted(method)) methods_.push_back({method, base_, Score::kvzip_mean, 1, false, false});
     }
     CacheConfig full = largest_only(1);
     add("full_budget", full, grid_.largest_scores.front());
     for (const int bits : grid_.bits) {
       if (!wanted("few_bits")) continue;
-      methods_.push_back({"few_bits", full, grid_.largest_scores.front(), true, false, bits});
+      methods_.push_back({"few_bits", full, grid_.largest_scores.front(), 1, true, false, bits});
     }
     for (const double keep : grid_.keeps) add_rate(keep);
     return std::move(methods_);
@@ -48,7 +48,7 @@ class Selector {
   void add(const std::string& method, const CacheConfig& config, Score score) {
     if (!wanted(method)) return;
     const bool random = config.study.select != Selection::topk;
-    methods_.push_back({method, config, score, true, random});
+    methods_.push_back({method, config, score, 1, true, random});
   }
 
   // The most important tokens, and nothing is fetched.
@@ -107,12 +107,21 @@ class Selector {
     }
     config.fetch.epsilon.reset();
     for (const double risk : grid_.risks) {
-      config.fetch.risk = risk;
-      add("risk", config, score);
+      for (const Drawing& drawing : grid_.drawings) add_risk(config, risk, score, drawing);
     }
     config.fetch.epsilon = FetchConfig{}.epsilon;
     config.fetch.risk = FetchConfig{}.risk;
     add("risk_and_epsilon", config, score);
+  }
+
+  void add_risk(CacheConfig config, double risk, Score score, const Drawing& drawing) {
+    config.fetch.risk = risk;
+    config.study.inclusion_floor = drawing.inclusion_floor * config.keep;
+    config.study.cap.reset();
+    if (drawing.cap > 0) config.study.cap = drawing.cap;
+    const std::size_t before = methods_.size();
+    add("risk", config, score);
+    if (methods_.size() > before) methods_.back().exponent = drawing.exponent;
   }
 
   const MethodGrid& grid_;

@@ -18,12 +18,20 @@ struct Method {
   std::string name;  // as EvalRow::method
   CacheConfig config;
   Score score = Score::kvzip_mean;
+  double exponent = 1;  // of the score
   // false: the engine itself answers.
   bool cached = true;
   // Draws differ.
   bool random = false;
   // Of every number of the prompt, all of which is resident; 0: as the engine has them.
   int bits = 0;
+};
+
+// How risk draws; the other methods draw by the defaults.
+struct Drawing {
+  double exponent = 1;                                     // of the importance
+  double inclusion_floor = StudyConfig{}.inclusion_floor;  // share of keep
+  double cap = *StudyConfig{}.cap;                         // 0: none
 };
 
 // What is compared: every method at every value of what it depends on.
@@ -38,6 +46,7 @@ struct MethodGrid {
   std::vector<Score> sampling_scores{Score::kvzip_mean};       // of the methods that draw
   std::vector<Score> largest_scores{Score::kvzip};             // of top-k
   std::vector<int> bits{2, 3, 4};                              // of caches in few bits
+  std::vector<Drawing> drawings{Drawing{}};                    // of risk
   bool gate = false;                                           // top-k at the scores of a gate, too
 };
 

@@ -62,6 +62,9 @@ struct Words {
   std::vector<std::string> probabilities{"1e-2", "1e-3", "1e-4"};
   std::vector<std::string> sketches{"2"};
   std::vector<std::string> estimators{"clusters"};
+  std::vector<std::string> exponents{"1"};
+  std::vector<std::string> floors{"none"};
+  std::vector<std::string> caps{"2"};
   std::vector<std::string> sampling{"kvzip_mean"};
   std::vector<std::string> largest{"kvzip"};
   std::vector<std::string> methods;
@@ -166,6 +169,13 @@ class Reader {
     list(app, "--sketch", words_.sketches, "2, 3, 4 (bits), exact");
     list(app, "--estimator", words_.estimators,
          "plain, clusters: of the methods that draw and fetch");
+    list(app, "--exponent", words_.exponents,
+         "risk: also with inclusion by these powers of the importance");
+    list(app, "--floor", words_.floors,
+         "risk: also with these least inclusion probabilities, shares of --keep, or none");
+    list(app, "--cap", words_.caps,
+         "risk: also with these bounds on the coefficient of a drawn token by its exact weight, "
+         "or none");
     list(app, "--importance", words_.sampling, "Scores of the methods that draw");
     list(app, "--importance-topk", words_.largest, "Scores of top-k");
     app.add_option("--gate", options_.gate, "File of a gate: adds top-k at its scores");
@@ -232,6 +242,23 @@ class Reader {
   std::vector<Entry> commands_;
 };
 
+// The defaults, and each of the values with the defaults of all else.
+std::vector<Drawing> drawings(const Words& words) {
+  std::vector<Drawing> result{Drawing{}};
+  const auto vary = [&result](const std::vector<std::string>& values, double Drawing::*member,
+                              const char* what, double high) {
+    for (const std::string& word : values) {
+      Drawing drawing;
+      drawing.*member = word == "none" ? 0 : parse_number(word, what, 0, high);
+      if (drawing.*member != Drawing{}.*member) result.push_back(drawing);
+    }
+  };
+  vary(words.exponents, &Drawing::exponent, "--exponent", 8);
+  vary(words.floors, &Drawing::inclusion_floor, "--floor", 1);
+  vary(words.caps, &Drawing::cap, "--cap", 1e9);
+  return result;
+}
+
 void check_evaluation(const Words& words, Options& options) {
   EvalOptions& evaluation = options.evaluation;
   MethodGrid& grid = evaluation.grid;
@@ -248,6 +275,7 @@ void check_evaluation(const Words& words, Options& options) {
   convert(words.estimators, grid.estimators, examples::parse_estimator);
   convert(words.sampling, grid.sampling_scores, to_score);
   convert(words.largest, grid.largest_scores, to_score);
+  grid.drawings = drawings(words);
   grid.methods = {words.methods.begin(), words.methods.end()};
   grid.gate = !options.gate.empty();
   evaluation.threads = options.threads;
