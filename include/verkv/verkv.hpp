@@ -15,6 +15,7 @@
 #include <verkv/philox.hpp>
 #include <verkv/recorded_cache.hpp>
 #include <verkv/reports.hpp>
+#include <verkv/row_attention.hpp>
 #include <verkv/sample.hpp>
 #include <verkv/settings.hpp>
 #include <verkv/shrinkage.hpp>

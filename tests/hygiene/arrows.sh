@@ -14,11 +14,11 @@ words     | include/verkv/{config,types,view,error,philox}.hpp       |          
 stages    | include/verkv/{inclusion < sample < sketch < shrinkage < certificate < fetch_plan < attention < sketch_error < clusters < importance}.hpp | words |
 settings  | include/verkv/settings.hpp                               | words                   |
 reports   | include/verkv/reports.hpp                                | words                   |
-manager   | include/verkv/{kv_cache_manager,cuda_cache,metrics}.hpp  | words settings reports  |
+manager   | include/verkv/{kv_cache_manager,cuda_cache,metrics,row_attention}.hpp  | words settings reports  |
 recorded  | include/verkv/recorded_cache.hpp                         | words                   |
 border    | include/verkv/verkv.h                                    | words                   | stdbool.h stddef.h stdint.h
 umbrella  | include/verkv/verkv.hpp                                  | words stages settings reports manager recorded |
-front     | src/kv_cache_manager.* src/metrics.* src/cpu/cpu_backend.cpp | words stages settings reports manager src cpu  | fmt
+front     | src/kv_cache_manager.* src/metrics.* src/cpu/cpu_backend.cpp src/cpu/row_attention.cpp | words stages settings reports manager src cpu  | fmt
 face      | src/c_face*                                              | words settings reports manager border src | fmt
 recording | src/recorded_cache.* src/safetensors_header.*            | words recorded src      | fmt nlohmann
 cpu       | src/cpu/*                                                | words stages settings reports src | fmt hwy
