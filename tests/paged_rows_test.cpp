@@ -238,7 +238,7 @@ TEST_CASE("The host tier of a head grows in place") {
     const verkv::TensorView view =
         verkv::token_major(numbers.data(), verkv::DType::f32, count, 1, 16);
     store.reserve_append(count, false);
-    store.append(shape, view, view, 0, false);
+    store.append(shape, verkv::cpu::scalar_kernels(), view, view, 0, false);
     for (std::size_t i = 0; i < whole; ++i) {
       const std::int64_t at = static_cast<std::int64_t>(i);
       REQUIRE(host[i] == verkv::row_of<float>(store.host_keys(shape), at));

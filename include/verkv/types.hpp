@@ -80,6 +80,7 @@ VERKV_HD constexpr float to_float(Half x) {
   return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(magnitude));
 }
 
+// Dialect: src/cpu/simd/convert-inl.hpp: store_as
 VERKV_HD constexpr BFloat16 to_bfloat16(float x) {
   const std::uint32_t u = std::bit_cast<std::uint32_t>(x);
   if ((u & 0x7fffffffu) > 0x7f800000u) {  // NaN stays NaN when its payload is cut
@@ -88,6 +89,7 @@ VERKV_HD constexpr BFloat16 to_bfloat16(float x) {
   return {static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
 }
 
+// Dialect: src/cpu/simd/convert-inl.hpp: store_as
 VERKV_HD constexpr Half to_half(float x) {
   const std::uint32_t u = std::bit_cast<std::uint32_t>(x);
   const std::uint16_t sign = static_cast<std::uint16_t>((u >> 16) & 0x8000u);

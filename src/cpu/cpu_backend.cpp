@@ -125,8 +125,8 @@ class CpuBackend final : public Backend {
   void append(std::int64_t layer_index, std::span<const AppendPart> parts,
               Totals& totals) override {
     for (const AppendPart& part : parts) {
-      check_stored("keys", part.keys, config_.storage, part.row);
-      check_stored("values", part.values, config_.storage, part.row);
+      check_numbers("keys", part.keys, part.row);
+      check_numbers("values", part.values, part.row);
     }
     // Allocates nothing where there is room already.
     std::vector<Growth> growths;
@@ -152,8 +152,8 @@ class CpuBackend final : public Backend {
       const bool scores = scores_window(part.sequence, layer_index);
       std::vector<HeadStore>& heads = find(part.sequence).layers[layer];
       for (std::size_t h = 0; h < heads.size(); ++h) {
-        heads[h].append(shapes_[layer], part.keys, part.values, static_cast<std::int64_t>(h),
-                        scores);
+        heads[h].append(shapes_[layer], kernels_, part.keys, part.values,
+                        static_cast<std::int64_t>(h), scores);
         // Of tokens that are taken back no room is kept for forks and compressions.
         if (!part.reserved) heads[h].give_room_up();
       }
@@ -313,6 +313,18 @@ class CpuBackend final : public Backend {
     report.reserved_bytes = static_cast<std::int64_t>(sizeof heads);
     for (const HeadStore& head : heads) head.add_memory(report, exclusive);
     return report;
+  }
+
+  // check_stored, which reads number by number, only where there is one that does not fit.
+  void check_numbers(const char* what, const TensorView& view, std::int64_t first_row) const {
+    const bool together = view.head_stride == view.dim;
+    const std::int64_t rows = together ? 1 : view.heads;
+    const std::int64_t count = together ? view.heads * view.dim : view.dim;
+    const float most = largest_number(config_.storage);
+    for (std::int64_t i = 0; i < view.tokens * rows; ++i) {
+      if (!kernels_.all_within(view.row(i / rows, i % rows), view.type, count, most))
+        check_stored(what, view, config_.storage, first_row);
+    }
   }
 
   static std::int64_t all_bytes(const MemoryReport& report) {

@@ -13,26 +13,6 @@
 namespace verkv::cpu {
 namespace {
 
-// Row (token, head) of a view, as elements of `type`.
-void store_row(const TensorView& view, std::int64_t token, std::int64_t head, DType type,
-               std::byte* to) {
-  const void* row = view.row(token, head);
-  if (view.type == type) {
-    std::memcpy(to, row, static_cast<std::size_t>(view.dim) * size_bytes(type));
-    return;
-  }
-  with_element(view.type, [&](auto from) {
-    with_element(type, [&](auto stored) {
-      using From = decltype(from);
-      using Stored = decltype(stored);
-      for (std::int64_t j = 0; j < view.dim; ++j) {
-        const Stored x = from_float<Stored>(to_float(static_cast<const From*>(row)[j]));
-        std::memcpy(to + static_cast<std::size_t>(j) * sizeof x, &x, sizeof x);
-      }
-    });
-  });
-}
-
 std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 std::int64_t key_bytes(const LayerShape& shape) {
@@ -176,8 +156,8 @@ bool HeadStore::has_room(std::int64_t count, bool scores) const {
          window_.key.has_room(count) && window_.value.has_room(count);
 }
 
-void HeadStore::append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
-                       std::int64_t head, bool scores) noexcept {
+void HeadStore::append(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,
+                       const TensorView& values, std::int64_t head, bool scores) noexcept {
   const std::size_t key = bytes(key_bytes(shape));
   const std::size_t value = bytes(value_bytes(shape));
   const std::int64_t before = tokens();
@@ -187,8 +167,8 @@ void HeadStore::append(const LayerShape& shape, const TensorView& keys, const Te
   window_.value.resize(window + keys.tokens);
   for (std::int64_t t = 0; t < keys.tokens; ++t) {
     std::byte* const row = host_.row(before + t);
-    store_row(keys, t, head, shape.storage, row);
-    store_row(values, t, head, shape.storage, row + key);
+    kernels.convert(keys.row(t, head), keys.type, row, shape.storage, keys.dim);
+    kernels.convert(values.row(t, head), values.type, row + key, shape.storage, values.dim);
     std::memcpy(window_.key.row(window + t), row, key);
     std::memcpy(window_.value.row(window + t), row + key, value);
   }

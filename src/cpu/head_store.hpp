@@ -201,8 +201,8 @@ class HeadStore {
   // What there is room for is no longer kept free; nothing is freed.
   void give_room_up() noexcept { room_ = 0; }
   // Adds tokens of KV head `head` of the views, already checked to fit the storage type.
-  void append(const LayerShape& shape, const TensorView& keys, const TensorView& values,
-              std::int64_t head, bool scores) noexcept;
+  void append(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,
+              const TensorView& values, std::int64_t head, bool scores) noexcept;
   // Keeps the first `tokens`, at least compressed().
   void truncate(std::int64_t tokens) noexcept;
   // What is left where only the first `tokens`, fewer than compressed(), stay: all of them

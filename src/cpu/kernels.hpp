@@ -148,6 +148,13 @@ struct Kernels {
   // The additions are lane sums of this call, then one addition in double.
   void (*plan_compact)(PlanArrays& plan, float drop_above, float settle_below, float beta_low,
                        float beta_high, SettledTerms& settled);
+
+  // to[i] = from_float(to_float(from[i])), 0 <= i < count; the same bits where the types are equal.
+  // The two do not overlap.
+  void (*convert)(const void* from, DType from_type, void* to, DType to_type, std::int64_t count);
+
+  // Whether no x[i], 0 <= i < count, is NaN or larger in size than limit.
+  bool (*all_within)(const void* x, DType type, std::int64_t count, float limit);
 };
 
 // The reference.

@@ -1,6 +1,7 @@
 // The reference kernels: one token after the other, in the order of sum_order.hpp.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include <verkv/attention.hpp>
@@ -272,13 +273,37 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
   settled.below_variance += variance.total();
 }
 
+void convert(const void* from, DType from_type, void* to, DType to_type, std::int64_t count) {
+  if (from_type == to_type) {
+    std::memcpy(to, from, static_cast<std::size_t>(count) * size_bytes(to_type));
+    return;
+  }
+  with_element(from_type, [&](auto given) {
+    with_element(to_type, [&](auto stored) {
+      const auto* in = static_cast<const decltype(given)*>(from);
+      auto* out = static_cast<decltype(stored)*>(to);
+      for (std::int64_t i = 0; i < count; ++i)
+        out[i] = from_float<decltype(stored)>(to_float(in[i]));
+    });
+  });
+}
+
+bool all_within(const void* x, DType type, std::int64_t count, float limit) {
+  bool result = true;
+  with_element(type, [&](auto zero) {
+    const auto* in = static_cast<const decltype(zero)*>(x);
+    for (std::int64_t i = 0; i < count; ++i) result = result && std::fabs(to_float(in[i])) <= limit;
+  });
+  return result;
+}
+
 }  // namespace
 
 const Kernels& scalar_kernels() {
-  static constexpr Kernels kernels{"scalar",       dot_rows,       weighted_rows, sketch_logits,
-                                   weights,        cluster_sums,   cluster_terms, cluster_counts,
-                                   beta_sums,      tail_sums,      select_tokens, plan_start,
-                                   plan_beta_sums, plan_tail_sums, plan_compact};
+  static constexpr Kernels kernels{
+      "scalar",       dot_rows,       weighted_rows, sketch_logits, weights,       cluster_sums,
+      cluster_terms,  cluster_counts, beta_sums,     tail_sums,     select_tokens, plan_start,
+      plan_beta_sums, plan_tail_sums, plan_compact,  convert,       all_within};
   return kernels;
 }
 

@@ -14,6 +14,7 @@
 #include <hwy/highway.h>
 
 #include "cpu/kernels.hpp"
+#include "cpu/simd/convert-inl.hpp"
 #include "cpu/simd/lanes-inl.hpp"
 #include "cpu/simd/plan-inl.hpp"
 #include "cpu/simd/rows-inl.hpp"
@@ -40,7 +41,9 @@ const Kernels* target_kernels() {
                                .plan_start = plan_start,
                                .plan_beta_sums = plan_beta_sums,
                                .plan_tail_sums = plan_tail_sums,
-                               .plan_compact = plan_compact};
+                               .plan_compact = plan_compact,
+                               .convert = convert,
+                               .all_within = all_within};
   return &kernels;
 #else
   return &scalar_kernels();

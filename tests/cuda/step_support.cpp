@@ -116,7 +116,7 @@ void Scene::fill(int slot, std::int64_t count) {
   const TensorView values = token_major(value.data(), DType::f32, count, heads, setup_.value_dim);
   for (std::int64_t h = 0; h < heads; ++h) {
     store(slot, h).reserve_append(count, setup_.score_window);
-    store(slot, h).append(shape_, keys, values, h, setup_.score_window);
+    store(slot, h).append(shape_, cpu::scalar_kernels(), keys, values, h, setup_.score_window);
   }
 }
 
@@ -133,7 +133,8 @@ void Scene::append_last_again(int slot) {
     const std::size_t key_bytes = index(setup_.key_dim) * element;
     store.truncate(last);
     store.reserve_append(1, setup_.score_window);
-    store.append(shape_, token_major(row, setup_.storage, 1, 1, setup_.key_dim),
+    store.append(shape_, cpu::scalar_kernels(),
+                 token_major(row, setup_.storage, 1, 1, setup_.key_dim),
                  token_major(row + key_bytes, setup_.storage, 1, 1, setup_.value_dim), 0,
                  setup_.score_window);
   }

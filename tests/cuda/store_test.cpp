@@ -157,7 +157,8 @@ struct Pair {
     const std::vector<std::byte> value_data = block(tokens, setup.value_dim, values);
     if (!reserved) reserve(tokens);
     for (std::size_t h = 0; h < heads.size(); ++h) {
-      heads[h].append(shape, keys, values, static_cast<std::int64_t>(h), true);
+      heads[h].append(shape, verkv::cpu::scalar_kernels(), keys, values,
+                      static_cast<std::int64_t>(h), true);
     }
     const DeviceBuffer<std::byte> key_copy = upload(key_data);
     const DeviceBuffer<std::byte> value_copy = upload(value_data);
