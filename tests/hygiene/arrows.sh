@@ -21,6 +21,8 @@ umbrella  | include/verkv/verkv.hpp                                  | words sta
 front     | src/kv_cache_manager.* src/metrics.* src/cpu/cpu_backend.cpp src/cpu/row_attention.cpp | words stages settings reports manager src cpu  | fmt
 face      | src/c_face*                                              | words settings reports manager border src | fmt
 recording | src/recorded_cache.* src/safetensors_header.*            | words recorded src      | fmt nlohmann
+ggml      | src/ggml/*                                               | words settings reports manager | fmt ggml
+toy       | tests/ggml/*                                             | framework               | ggml
 cpu       | src/cpu/*                                                | words stages settings reports src | fmt hwy
 src       | src/*                                                    | words stages settings reports | fmt Eigen unistd.h
 kernels   | cuda/*.cu cuda/*.cuh                                     | words stages src host   | cuda cub
@@ -42,7 +44,7 @@ framework | tests/catch.hpp                                          |          
 # The arrows: "from to", where `to` is a file of the tree or, with its brackets, of a library.
 arrows() {
   local places=() place
-  for place in include src cuda examples bench tests/reference tests/cpu_device; do
+  for place in include src cuda examples bench tests/reference tests/cpu_device tests/ggml; do
     [ -d "$place" ] && places+=("$place")
   done
   grep -rHoE '^[ \t]*#[ \t]*include[ \t]+[<"][^>"]+[>"]' --include=*.hpp --include=*.cpp --include=*.cu \
