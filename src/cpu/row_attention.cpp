@@ -122,7 +122,11 @@ void RowAttention::Impl::check(const LayerConfig& layer, const RowAttentionBatch
                                bool values_too) const {
   const std::int64_t rows = static_cast<std::int64_t>(batch.visible.size());
   check_rows("keys", batch.keys, layer.kv_heads, layer.key_dim);
-  if (values_too) check_tokens(batch.keys, batch.values, layer);
+  if (values_too) {
+    check_rows("values", batch.values, layer.kv_heads, layer.value_dim);
+    if (batch.keys.tokens != batch.values.tokens)
+      invalid("{} tokens of keys but {} of values", batch.keys.tokens, batch.values.tokens);
+  }
   if (rows > 0) check_rows("queries", batch.queries, layer.query_heads, layer.key_dim);
   if (batch.queries.tokens != rows)
     invalid("queries of {} rows, visible tokens of {}", batch.queries.tokens, rows);
