@@ -32,7 +32,7 @@ ThreadPool::ThreadPool(int threads, const StartThread& start_thread) {
   try {
     threads_.reserve(static_cast<std::size_t>(wanted - 1));
     for (int worker = 1; worker < wanted; ++worker) {
-      threads_.push_back(start_thread([this, worker] { loop(worker); }));
+      threads_.push_back(start_thread([this] { loop(); }));
     }
   } catch (const std::system_error& error) {
     refuse(error.what());
@@ -62,12 +62,12 @@ void ThreadPool::stop() noexcept {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void ThreadPool::run_erased(std::int64_t count, Function function, const void* context) {
-  if (count <= 1 || size_ == 1) {
+void ThreadPool::run_erased(std::int64_t count, int most, Function function, const void* context) {
+  const int parts = static_cast<int>(std::min<std::int64_t>(count, most));
+  if (parts <= 1) {
     for (std::int64_t index = 0; index < count; ++index) function(context, 0, index);
     return;
   }
-  const int parts = static_cast<int>(std::min<std::int64_t>(count, size_));
   {
     const std::lock_guard lock(mutex_);
     function_ = function;
@@ -140,13 +140,14 @@ void ThreadPool::work(int worker) {
   }
 }
 
-void ThreadPool::loop(int worker) {
+void ThreadPool::loop() {
   for (;;) {
+    int worker = 0;
     {
       std::unique_lock lock(mutex_);
       start_.wait(lock, [&] { return stop_ || open_ > 0; });
       if (stop_) return;
-      --open_;
+      worker = open_--;
       ++busy_;
     }
     work(worker);

@@ -2,9 +2,11 @@
 #ifndef VERKV_SRC_THREAD_POOL_HPP
 #define VERKV_SRC_THREAD_POOL_HPP
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -33,13 +35,13 @@ class ThreadPool {
 
   int size() const { return size_; }
 
-  // Runs task(worker, index) for index in [0, count), worker in [0, size()), and waits for all.
-  // Wakes no more threads than there are tasks. Allocates nothing. The task must not throw. One call
-  // at a time.
+  // Runs task(worker, index) for index in [0, count), and waits for all. worker: below size(), count
+  // and `most`, another one in each thread. Wakes no more threads than there are workers. Allocates
+  // nothing. The task must not throw. One call at a time.
   template <class Task>
-  void run(std::int64_t count, const Task& task) {
+  void run(std::int64_t count, const Task& task, int most = std::numeric_limits<int>::max()) {
     run_erased(
-        count,
+        count, std::min(size_, most),
         [](const void* context, int worker, std::int64_t index) {
           (*static_cast<const Task*>(context))(worker, index);
         },
@@ -48,12 +50,12 @@ class ThreadPool {
 
  private:
   using Function = void (*)(const void* context, int worker, std::int64_t index);
-  void run_erased(std::int64_t count, Function function, const void* context);
+  void run_erased(std::int64_t count, int most, Function function, const void* context);
   void run_on_own_threads(int helpers);
   void run_on_executor(int parts) noexcept;
   void run_part(int worker);
   void work(int worker);
-  void loop(int worker);
+  void loop();
   void stop() noexcept;
 
   int size_ = 1;
@@ -67,7 +69,8 @@ class ThreadPool {
   const void* context_ = nullptr;
   std::int64_t count_ = 0;
   std::int64_t next_ = 0;
-  // Threads that are still to begin with these tasks, and those that have begun. Of an executor:
+  // Threads that are still to begin with these tasks, which are workers open_, ..., 1, and those that
+  // have begun. Of an executor:
   // parts that may begin are below parts_, and has_begun_ says which have.
   int open_ = 0;
   int busy_ = 0;

@@ -66,7 +66,8 @@ class VERKV_API KvCacheManager {
   // Throws InvalidArgument if it is unknown; CapacityError where the limit on the fast tier leaves
   // no room for what is copied.
   SequenceId fork(SequenceId sequence);
-  // Frees what no fork of the sequence holds too. Throws InvalidArgument if it is unknown.
+  // Frees what no fork of the sequence holds too, and what no other sequence needs of the buffers of a
+  // step. Throws InvalidArgument if it is unknown.
   void erase(SequenceId sequence);
   // Tokens appended to `layer`, and how many of those have been compressed; the rest is the local
   // window. Throw InvalidArgument on an unknown sequence or a layer that is not cached.
@@ -152,7 +153,8 @@ class VERKV_API KvCacheManager {
   // sequence without tokens in the layer has the answer of a padding row, output 0 and LSE
   // -infinity, with epsilon 0, and is certified.
   // Allocates nothing, except where the batch has more rows than ever and than 8 for each sequence
-  // that has ever been at once: room for what is known of a row grows. On a device, buffers grow
+  // that has ever been at once: room for what is known of a row grows, and more threads get buffers
+  // than the sequences have KV heads. On a device, buffers grow
   // where the batch has more rows than there is room for (CudaOptions::rows).
   // Blocks until outputs and reports are written, except with views in a device's memory.
   // Throws InvalidArgument on a wrong shape or type, an unknown sequence, one whose rows are not

@@ -112,7 +112,9 @@ struct MemoryReport {
   // Main memory, for tokens to come, for redraws and to find moved tokens: a calibrated sketch's
   // basis, the order of compressed tokens.
   std::int64_t basis_bytes = 0;
-  std::int64_t workspace_bytes = 0;  // buffers of a step; shared by all sequences
+  // Buffers of a step, shared by all sequences. On the CPU those of as many threads as the sequences
+  // have KV heads in a layer, as long as the longest of them need.
+  std::int64_t workspace_bytes = 0;
   std::int64_t reserved_bytes = 0;   // allocated beyond all of the above, for growth
   // Main memory: blocks of the host tier, with their room for growth, that the device reads though
   // they could not be pinned. host_bytes, basis_bytes and reserved_bytes count them already.

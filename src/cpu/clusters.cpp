@@ -33,7 +33,7 @@ void sum_clusters(HeadGroup& group) {
 float share_clusters(HeadGroup& group, int h) {
   Workspace& ws = group.workspace;
   HeadState& state = group.state(h);
-  float* drawn = group.resident_sketched(h);
+  float* drawn = group.drawn_sketched(h);
   double plain = 0;
   double known = 0;
   group.kernels.cluster_terms(drawn, group.resident_weight(h), ws.slot_odds.data(), group.drawn,

@@ -69,7 +69,7 @@ class CpuBackend final : public Backend {
       shapes_.push_back(std::move(shape));
       const LayerShape& added = shapes_.back();
       empty_.push_back(added.config.cached ? std::make_unique<HeadStore>(added) : nullptr);
-      if (added.config.cached) make_room(i, 0);
+      if (added.config.cached) sizes_.cover(added, workspaces_.rules(), {});
     }
   }
 
@@ -87,7 +87,12 @@ class CpuBackend final : public Backend {
     sequences_.emplace(id.value, std::move(sequence));
   }
 
-  void release(SequenceId id) noexcept override { sequences_.erase(id.value); }
+  void release(SequenceId id) noexcept override {
+    const auto found = sequences_.find(id.value);
+    const std::unique_ptr<Sequence> gone = std::move(found->second);
+    sequences_.erase(found);
+    if (sequences_.empty() || asks_for_half(*gone)) give_back();
+  }
 
   void fork(SequenceId from, SequenceId to) override {
     reserve_rows_for_one_more();
@@ -143,7 +148,10 @@ class CpuBackend final : public Backend {
       const bool scores = scores_window(part.sequence, layer_index);
       for (HeadStore& head : find(part.sequence).layers[layer]) {
         if (head.has_room(part.keys.tokens, scores)) continue;
-        head.reserve_append(std::max(head.spare(), part.keys.tokens), scores);
+        const std::int64_t room = std::max(head.spare(), part.keys.tokens);
+        make_room(layer, {head.compressed(), head.drawn_residents(),
+                          head.tokens() - head.compressed() + room});
+        head.reserve_append(room, scores);
       }
     }
     if (!growths.empty()) reserve(growths, &totals);
@@ -196,6 +204,7 @@ class CpuBackend final : public Backend {
     for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
       if (compressor_.compresses(layer)) sequence.compressed_before[layer] = true;
     }
+    give_back();
   }
 
   void redraw(SequenceId id, std::uint64_t draw) override {
@@ -209,6 +218,8 @@ class CpuBackend final : public Backend {
         drawn.push_back(store.redraw(
             shapes_[layer], draw_places(compressor_.draw_id(draw, layer, h), config_.study.select,
                                         store.all_odds(), 0, store.order())));
+        make_room(layer, {store.compressed(), drawn.back().size(),
+                          store.tokens() - store.compressed() + store.spare()});
       }
     }
     std::size_t next = 0;
@@ -225,6 +236,10 @@ class CpuBackend final : public Backend {
     if (batch.query_reports.empty()) reserve(query_reports_, rows, &LayerConfig::query_heads);
     if (batch.kv_reports.empty()) reserve(kv_reports_, rows, &LayerConfig::kv_heads);
     cut_into_slices(batch);
+    if (rows > rows_) {
+      const std::int64_t tasks = static_cast<std::int64_t>(slices_.size()) * most_kv_heads();
+      workspaces_.reserve(static_cast<int>(std::min<std::int64_t>(tasks, pool_.size())), sizes_);
+    }
   }
 
   void attend(std::int64_t layer_index, const AttendBatch& batch) override {
@@ -235,11 +250,20 @@ class CpuBackend final : public Backend {
     answers.query_reports =
         batch.query_reports.empty() ? std::span(query_reports_) : batch.query_reports;
     answers.kv_reports = batch.kv_reports.empty() ? std::span(kv_reports_) : batch.kv_reports;
-    pool_.run(static_cast<std::int64_t>(slices_.size()) * c.kv_heads,
-              [&](int worker, std::int64_t index) {
-                const Slice& slice = slices_[static_cast<std::size_t>(index / c.kv_heads)];
-                attend_slice(layer, index % c.kv_heads, slice, batch, answers, worker);
-              });
+    for (std::size_t row = 0; row < batch.sequences.size(); ++row) {
+      if (is_asked(batch, row)) continue;
+      for (std::int64_t head = 0; head < c.kv_heads; ++head) {
+        answer_nothing(shapes_[layer], arguments_of(shapes_[layer], static_cast<std::int64_t>(row),
+                                                    head, batch, answers));
+      }
+    }
+    pool_.run(
+        static_cast<std::int64_t>(slices_.size()) * c.kv_heads,
+        [&](int worker, std::int64_t index) {
+          const Slice& slice = slices_[static_cast<std::size_t>(index / c.kv_heads)];
+          attend_slice(layer, index % c.kv_heads, slice, batch, answers, workspaces_.of(worker));
+        },
+        workspaces_.count());
     count(layer, batch, answers);
   }
 
@@ -331,12 +355,28 @@ class CpuBackend final : public Backend {
     return report.fast_bytes() + report.host_bytes + report.basis_bytes + report.reserved_bytes;
   }
 
+  std::int64_t most_kv_heads() const {
+    std::int64_t most = 0;
+    for (const LayerShape& shape : shapes_) {
+      if (shape.config.cached) most = std::max(most, shape.config.kv_heads);
+    }
+    return most;
+  }
+
+  // As many as a step with one slice of each sequence has tasks.
+  int workspaces_for(std::size_t sequences) const {
+    return static_cast<int>(std::min<std::int64_t>(
+        pool_.size(), static_cast<std::int64_t>(sequences) * most_kv_heads()));
+  }
+
   void reserve_rows_for_one_more() {
     const std::int64_t rows = kRowsPerSequence * (static_cast<std::int64_t>(sequences_.size()) + 1);
+    workspaces_.reserve(workspaces_for(sequences_.size() + 1), sizes_);
     // Between two that are asked there may be one that is not.
     slices_.reserve(static_cast<std::size_t>(2 * rows + 1));
     reserve(query_reports_, rows, &LayerConfig::query_heads);
     reserve(kv_reports_, rows, &LayerConfig::kv_heads);
+    rows_ = std::max(rows_, rows);
   }
 
   // Room for a step of this many rows on any layer. heads: of a layer, one report each.
@@ -351,14 +391,12 @@ class CpuBackend final : public Backend {
     if (reports.size() < count) reports.resize(count);
   }
 
-  // Consecutive rows that one thread answers, one KV head after the other: rows of one sequence, or
-  // rows that are not asked.
+  // Consecutive rows of one sequence that one thread answers, one KV head after the other.
   struct Slice {
     std::int64_t first = 0;
     std::int64_t rows = 1;
     // Newest tokens of the sequence that the first row does not see.
     std::int64_t back = 0;
-    bool asked = false;
   };
 
   // Where reports go.
@@ -373,15 +411,19 @@ class CpuBackend final : public Backend {
     for (std::size_t begin = 0; begin < rows;) {
       std::size_t end = begin + 1;
       while (end < rows && batch.sequences[end] == batch.sequences[begin]) ++end;
+      bool continues = false;
       for (std::size_t row = begin; row < end; ++row) {
-        const bool asked = is_asked(batch, row);
-        if (!slices_.empty() && slices_.back().asked == asked &&
-            (!asked || (row > begin && slices_.back().rows < kSliceRows))) {
+        if (!is_asked(batch, row)) {
+          continues = false;
+          continue;
+        }
+        if (continues && slices_.back().rows < kSliceRows) {
           ++slices_.back().rows;
           continue;
         }
         slices_.push_back(
-            {static_cast<std::int64_t>(row), 1, static_cast<std::int64_t>(end - 1 - row), asked});
+            {static_cast<std::int64_t>(row), 1, static_cast<std::int64_t>(end - 1 - row)});
+        continues = true;
       }
       begin = end;
     }
@@ -411,17 +453,13 @@ class CpuBackend final : public Backend {
   }
 
   void attend_slice(std::size_t layer, std::int64_t head, const Slice& slice,
-                    const AttendBatch& batch, const Answers& answers, int worker) {
+                    const AttendBatch& batch, const Answers& answers, Workspace& workspace) {
     const LayerShape& shape = shapes_[layer];
-    if (!slice.asked) {
-      for (std::int64_t row = slice.first; row < slice.first + slice.rows; ++row)
-        answer_nothing(shape, arguments_of(shape, row, head, batch, answers));
-      return;
-    }
     std::vector<HeadStore>& heads =
         find(batch.sequences[static_cast<std::size_t>(slice.first)]).layers[layer];
     HeadStore& store = heads.empty() ? *empty_[layer] : heads[static_cast<std::size_t>(head)];
-    const std::int64_t together = rows_together(shape.group);
+    const std::int64_t together = rows_together(
+        shape.group, round_up(std::max(store.compressed(), store.residents()), kLanes));
     for (std::int64_t begin = 0; begin < slice.rows; begin += together) {
       std::array<StepArguments, kMaxHeads> rows;
       const std::int64_t count = std::min(together, slice.rows - begin);
@@ -430,7 +468,7 @@ class CpuBackend final : public Backend {
         row = arguments_of(shape, slice.first + begin + i, head, batch, answers);
         row.back = slice.back - begin - i;
       }
-      run_step(kernels_, shape, workspaces_.rules(), store, workspaces_.of(worker),
+      run_step(kernels_, shape, workspaces_.rules(), store, workspace,
                std::span(rows).first(static_cast<std::size_t>(count)));
     }
   }
@@ -441,7 +479,6 @@ class CpuBackend final : public Backend {
     const std::size_t kv_heads = static_cast<std::size_t>(shapes_[layer].config.kv_heads);
     LayerStatistics& statistics = statistics_[layer];
     for (const Slice& slice : slices_) {
-      if (!slice.asked) continue;
       const std::size_t first = static_cast<std::size_t>(slice.first);
       const std::size_t rows = static_cast<std::size_t>(slice.rows);
       statistics.steps += slice.rows;
@@ -480,17 +517,53 @@ class CpuBackend final : public Backend {
     return compressor_.compresses(layer) && config_.keep < 1;
   }
 
-  // Room for steps on a layer of this many tokens. Neither its residents nor its compressed tokens
-  // are ever more, so this is needed only where tokens come in: by reserve, and once at the start.
-  void make_room(std::size_t layer, std::int64_t tokens) {
-    workspaces_.reserve(shapes_[layer], leaves_fast_tier(layer) ? tokens : 0, tokens);
+  // Room for steps on a layer of such lengths.
+  void make_room(std::size_t layer, const StepLengths& lengths) {
+    WorkspaceSizes sizes = sizes_;
+    sizes.cover(shapes_[layer], workspaces_.rules(), lengths);
+    workspaces_.reserve(workspaces_.count(), sizes);
+    sizes_ = sizes;
+  }
+
+  // What steps read of a layer, with what is reserved.
+  static StepLengths step_lengths(const std::vector<HeadStore>& heads) {
+    StepLengths most;
+    for (const HeadStore& head : heads) {
+      most.cover({head.compressed(), head.drawn_residents(),
+                  head.tokens() - head.compressed() + head.spare()});
+    }
+    return most;
+  }
+
+  // Whether the workspaces might be half as large without the sequence.
+  bool asks_for_half(const Sequence& sequence) const {
+    WorkspaceSizes sizes;
+    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
+      if (shapes_[layer].config.cached)
+        sizes.cover(shapes_[layer], workspaces_.rules(), step_lengths(sequence.layers[layer]));
+    }
+    return 2 * sizes.bytes() >= sizes_.bytes();
+  }
+
+  // The workspaces that the sequences there are do not need.
+  void give_back() noexcept {
+    WorkspaceSizes needed;
+    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
+      if (!shapes_[layer].config.cached) continue;
+      StepLengths most;
+      for (const auto& [id, sequence] : sequences_)
+        most.cover(step_lengths(sequence->layers[layer]));
+      needed.cover(shapes_[layer], workspaces_.rules(), most);
+    }
+    workspaces_.give_back(workspaces_for(sequences_.size()), needed);
+    sizes_ = needed;
   }
 
   void restore(Sequence& sequence, std::size_t layer, SavedReader& reader) {
     std::vector<HeadStore> heads = restore_heads(shapes_[layer], layer, reader);
     if (heads.front().compressed() > 0 && !sequence.compressed_before[layer])
       reader.refuse("tokens are compressed, though the sequence never was");
-    make_room(layer, heads.front().tokens());
+    make_room(layer, step_lengths(heads));
     sequence.layers[layer] = std::move(heads);
   }
 
@@ -526,7 +599,7 @@ class CpuBackend final : public Backend {
     }
     const bool scores = scores_window(growth.sequence, growth.layer);
     for (HeadStore& head : heads) head.reserve_append(growth.tokens, scores);
-    make_room(layer, heads.front().tokens() + growth.tokens);
+    make_room(layer, step_lengths(heads));
   }
 
   // A compression that only has to be put in force.
@@ -562,8 +635,11 @@ class CpuBackend final : public Backend {
       HeadStore& store = store_of(head);
       const SketchShape codes =
           compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shape);
-      result.windows.push_back(
-          store.reserve_compress(shape, codes, head, keeps_room ? store.spare() : 0));
+      const std::int64_t spare = keeps_room ? store.spare() : 0;
+      make_room(head.layer,
+                {head.end(), store.drawn_residents() + static_cast<std::int64_t>(head.drawn.size()),
+                 store.tokens() - head.end() + spare});
+      result.windows.push_back(store.reserve_compress(shape, codes, head, spare));
       result.added_fast_bytes += added_fast_bytes(config_, head, codes);
       largest_dim = std::max(largest_dim, shape.config.key_dim);
     }
@@ -615,11 +691,15 @@ class CpuBackend final : public Backend {
   // What a step reads of a sequence that has no tokens in a layer; [layer], null where not cached.
   std::vector<std::unique_ptr<HeadStore>> empty_;
   Workspaces workspaces_;
+  // Of workspaces that suffice for all sequences.
+  WorkspaceSizes sizes_;
   std::unordered_map<std::int64_t, std::unique_ptr<Sequence>> sequences_;
   std::vector<LayerStatistics> statistics_;
   // Reports of a step for which the caller gives no room.
   std::vector<QueryHeadReport> query_reports_;
   std::vector<KvHeadReport> kv_reports_;
+  // There is room for steps of so many rows.
+  std::int64_t rows_ = 0;
   // Of a step; with room for as many rows as the reports.
   std::vector<Slice> slices_;
 };

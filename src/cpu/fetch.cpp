@@ -142,7 +142,7 @@ class Planner {
       least_weight[i] = s.marked ? kInfinity : s.rules.weight;
       ties = ties || s.threshold.ties > 0;
     }
-    const auto select_into = [&](std::vector<std::uint32_t>& out) {
+    const auto select_into = [&](AlignedVector<std::uint32_t>& out) {
       std::int64_t found = 0;
       group_.store.each_piece([&](std::int64_t at, std::int64_t count) {
         found += group_.kernels.select_tokens(group_.weight(first) + at, group_.weight_stride,

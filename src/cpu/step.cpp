@@ -81,8 +81,18 @@ class Step {
     const float* logit = group_.resident_logit(first);
     std::copy(logit, logit + heads * group_.resident_stride, group_.resident_weight(first));
     std::array<double, kMaxHeads> unused{};
-    group_.kernels.weights(group_.resident_weight(first), group_.resident_stride,
-                           ws_.no_odds.data(), group_.residents, heads, shift, unused.data());
+    weights_of_all(group_.resident_weight(first), group_.resident_stride, group_.residents, heads,
+                   shift, unused.data());
+  }
+
+  // Kernels::weights where no token is one of H.
+  void weights_of_all(float* w, std::int64_t stride, std::int64_t count, int heads,
+                      const float* shift, double* sum) {
+    alignas(64) static constexpr std::array<Positive16, kBlockTokens> kNoOdds{};
+    for (std::int64_t i = 0; i < count; i += kBlockTokens) {
+      group_.kernels.weights(w + i, stride, kNoOdds.data(),
+                             std::min<std::int64_t>(kBlockTokens, count - i), heads, shift, sum);
+    }
   }
 
   // ---- Attention ----
@@ -102,7 +112,7 @@ class Step {
       if (is_fetched) ++next;
       const bool exact = is_fetched || ws_.slot_odds[at(i)] == kInfinity;
       for (int h = 0; h < group_.heads; ++h)
-        group_.resident_sketched(h)[i] = exact ? -1.0f : group_.weight(h)[p];
+        group_.drawn_sketched(h)[i] = exact ? -1.0f : group_.weight(h)[p];
     };
     if (group_.drawn > 0) store_.drawn().each_place(take);
     while (next < fetched) move_next();
@@ -168,7 +178,7 @@ class Step {
     } else {
       for (std::int64_t i = 0; i < group_.residents; ++i) {
         float summand = logit[i];
-        if (i < group_.drawn && group_.resident_sketched(h)[i] >= 0 && summand > most)
+        if (i < group_.drawn && group_.drawn_sketched(h)[i] >= 0 && summand > most)
           summand = std::min(summand, most + std::log1p(ws_.slot_odds[at(i)]));
         top = std::max(top, summand);
       }
@@ -192,8 +202,8 @@ class Step {
     }
     if (other_shift) resident_weights(first, heads, shift.data());
     if (moved_ > 0) {
-      group_.kernels.weights(group_.weight(first), group_.weight_stride, ws_.no_odds.data(), moved_,
-                             heads, shift.data(), sum.data());
+      weights_of_all(group_.weight(first), group_.weight_stride, moved_, heads, shift.data(),
+                     sum.data());
     }
     for (int h = 0; h < heads; ++h) state(first + h).estimate = sum[at(h)];
   }
@@ -205,7 +215,7 @@ class Step {
     // Of what is left, nothing is known where anything weighs.
     s.output_error = s.bound == 0 ? 0 : kInfinity;
     float* w = group_.resident_weight(h);
-    const float* sketched = group_.resident_sketched(h);
+    const float* sketched = group_.drawn_sketched(h);
     // To the plan's units, in which beta and the sketched weights are; clamped, since 0 * infinity
     // is no weight, and a weight that vanishes in them would escape the cap.
     const float to_plan =
@@ -224,7 +234,7 @@ class Step {
     // Where it is larger, all that is predicted is 0.
     const float factor = s.correction * std::min(std::exp(s.shift - s.attention_shift), 1e30f);
     float* w = group_.resident_weight(h);
-    const float* drawn = group_.resident_sketched(h);
+    const float* drawn = group_.drawn_sketched(h);
     for (std::int64_t i = 0; i < group_.drawn; ++i)
       if (drawn[i] >= 0) w[i] += drawn[i] * factor;
     float* centroid = group_.cluster_weight(h);

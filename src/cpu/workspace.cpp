@@ -1,6 +1,8 @@
 #include "cpu/workspace.hpp"
 
+#include <algorithm>
 #include <cstddef>
+#include <utility>
 
 namespace verkv::cpu {
 namespace {
@@ -10,79 +12,134 @@ std::int64_t padded(std::int64_t n) { return round_up(n, kLanes); }
 // Byte vectors of 64: the widest that the sketch's kernels read.
 std::int64_t code_stride_of(const SketchShape& sketch) { return round_up(sketch.padded_dim(), 64); }
 
-// An eighth more than asked for keeps single tokens from growing it each time. A vector left to
-// itself would take twice as much.
-template <class Vector>
-void grow(Vector& vector, std::int64_t size) {
-  const std::size_t wanted = static_cast<std::size_t>(size);
-  if (vector.size() >= wanted) return;
-  if (vector.capacity() < wanted) vector.reserve(wanted + wanted / 8);
-  vector.resize(wanted);
+// An eighth more at most, so that single tokens do not make the arrays grow each time.
+std::int64_t roomy(std::int64_t n) {
+  std::int64_t unit = 1;
+  while (unit * 16 <= n) unit *= 2;
+  return round_up(n, unit);
+}
+
+// Numbers in [row and query head][stride] where the heads have any length up to `stride`.
+std::int64_t shared_numbers(int group, std::int64_t stride) {
+  const std::int64_t one = group * stride;
+  return std::max(one, std::min(one * rows_together(group), kSharedLogits));
+}
+
+// Calls f(array, elements) for the arrays of a workspace.
+template <class F>
+void each_array(Workspace& w, const WorkspaceSizes& sizes, F&& f) {
+  using S = WorkspaceSizes;
+  const auto all = [&](S::Array which, auto&... arrays) { (f(arrays, sizes.count[which]), ...); };
+  all(S::query, w.query, w.basis_query);
+  all(S::code_query, w.code_query);
+  all(S::weight, w.weight);
+  all(S::resident_logit, w.resident_logit);
+  all(S::resident_weight, w.resident_weight);
+  all(S::slot_of_group, w.drawn_sketched);
+  all(S::slot, w.slot_odds, w.slot_cluster, w.slot_x, w.slot_y);
+  all(S::cluster_of_group, w.cluster_weight, w.cluster_square);
+  all(S::cluster, w.cluster_spread_square, w.cluster_sums, w.cluster_drawn);
+  all(S::output, w.output);
+  all(S::states, w.states);
+  all(S::token, w.mark);
+  all(S::fetched, w.fetched, w.moved);
+  all(S::plan, w.plan_weight, w.plan_odds, w.plan_worth, w.plan_place);
+  all(S::exact, w.exact_weight, w.exact_odds, w.exact_gain, w.exact_order, w.exact_index);
+  all(S::exact_scratch, w.exact_scratch);
 }
 
 }  // namespace
 
-void Workspace::reserve(const LayerShape& shape, const FetchRules& rules, std::int64_t compressed,
-                        std::int64_t residents) {
+void WorkspaceSizes::cover(const LayerShape& shape, const FetchRules& rules,
+                           const StepLengths& lengths) {
+  const std::int64_t compressed = roomy(lengths.compressed);
+  const std::int64_t drawn = roomy(lengths.drawn);
   const std::int64_t group = shape.group;
   const std::int64_t heads = group * rows_together(shape.group);
-  grow(query, heads * padded(shape.config.key_dim));
-  grow(basis_query, heads * padded(shape.config.key_dim));
-  grow(code_query, heads * code_stride_of(shape.sketch));
-  grow(weight, heads * padded(compressed));
-  grow(resident_logit, heads * padded(residents));
-  grow(resident_weight, group * padded(residents));
-  grow(resident_sketched, group * padded(residents));
-  if (shape.clusters) {
-    const std::int64_t clusters = clusters_of(compressed);
-    grow(cluster_weight, group * padded(clusters));
-    grow(cluster_square, group * padded(clusters));
-    grow(slot_cluster, residents);
-    grow(cluster_spread_square, clusters);
-    grow(slot_x, residents);
-    grow(slot_y, residents);
-    grow(cluster_sums, clusters);
-    grow(cluster_drawn, clusters);
-  }
-  grow(output, group * shape.config.value_dim);
-  grow(states, heads);
-  grow(slot_odds, residents);
   // Kernels write whole vectors.
-  const std::int64_t room = compressed + kLanes;
-  grow(fetched, room);
-  grow(moved, room);
-  grow(no_odds, padded(std::max(compressed, residents)));
-  grow(mark, compressed);
+  const std::int64_t places = compressed + kLanes;
+  const auto at_least = [&](Array which, std::int64_t wanted) {
+    count[which] = std::max(count[which], wanted);
+  };
+  at_least(query, heads * padded(shape.config.key_dim));
+  at_least(code_query, heads * code_stride_of(shape.sketch));
+  const std::int64_t residents = padded(drawn + roomy(lengths.window));
+  at_least(resident_logit, shared_numbers(shape.group, residents));
+  at_least(resident_weight, group * residents);
+  at_least(output, group * shape.config.value_dim);
+  at_least(states, heads);
+  if (lengths.compressed == 0) return;
+  at_least(weight, shared_numbers(shape.group, padded(compressed)));
+  at_least(slot_of_group, group * padded(drawn));
+  at_least(slot, padded(drawn));
+  at_least(token, compressed);
+  at_least(fetched, places);
+  if (shape.clusters) {
+    at_least(cluster_of_group, group * padded(clusters_of(compressed)));
+    at_least(cluster, padded(clusters_of(compressed)));
+  }
   if (!rules.searches()) return;
   switch (rules.order) {
     case FetchOrder::worth:
-      grow(plan_weight, room);
-      grow(plan_odds, room);
-      grow(plan_worth, room);
-      grow(plan_place, room);
+      at_least(plan, places);
       break;
     case FetchOrder::exact:
-      grow(exact_weight, compressed);
-      grow(exact_odds, compressed);
-      grow(exact_gain, compressed);
-      grow(exact_order, compressed);
-      grow(exact_index, compressed);
-      grow(exact_scratch, static_cast<std::int64_t>(kGainScratchDoubles) * (compressed + 1));
+      at_least(exact, compressed);
+      at_least(exact_scratch, static_cast<std::int64_t>(kGainScratchDoubles) * (compressed + 1));
       break;
   }
 }
 
-std::int64_t Workspace::bytes() const {
+void WorkspaceSizes::cover(const WorkspaceSizes& other) {
+  for (std::size_t i = 0; i < count.size(); ++i) count[i] = std::max(count[i], other.count[i]);
+}
+
+bool WorkspaceSizes::covers(const WorkspaceSizes& other) const {
+  for (std::size_t i = 0; i < count.size(); ++i) {
+    if (count[i] < other.count[i]) return false;
+  }
+  return true;
+}
+
+std::int64_t WorkspaceSizes::bytes() const {
+  Workspace none;
   std::int64_t sum = 0;
-  const auto add = [&sum](const auto&... vector) {
-    ((sum += static_cast<std::int64_t>(vector.capacity() * sizeof(vector[0]))), ...);
-  };
-  add(query, basis_query, code_query, weight, resident_logit, resident_weight, resident_sketched,
-      cluster_weight, cluster_square, slot_cluster, cluster_spread_square, slot_x, slot_y,
-      cluster_sums, cluster_drawn, output, states, slot_odds, fetched, moved, no_odds, mark,
-      plan_weight, plan_odds, plan_worth, plan_place, exact_weight, exact_odds, exact_gain,
-      exact_scratch, exact_order, exact_index);
+  each_array(none, *this, [&]<class T>(const AlignedVector<T>&, std::int64_t n) {
+    sum += n * static_cast<std::int64_t>(sizeof(T));
+  });
   return sum;
+}
+
+void Workspace::resize(const WorkspaceSizes& sizes) {
+  Workspace made;
+  each_array(made, sizes, [](auto& array, std::int64_t n) {
+    array.reserve(static_cast<std::size_t>(n));
+    array.resize(static_cast<std::size_t>(n));
+  });
+  made.sizes_ = sizes;
+  *this = std::move(made);
+}
+
+void Workspaces::reserve(int count, const WorkspaceSizes& sizes) {
+  WorkspaceSizes all = sizes;
+  if (count_ > 0) all.cover(of_thread_.front().sizes());
+  const int wanted = std::clamp(count, count_, static_cast<int>(of_thread_.size()));
+  for (int i = 0; i < wanted; ++i) {
+    if (!of(i).sizes().covers(all)) of(i).resize(all);
+    count_ = std::max(count_, i + 1);
+  }
+}
+
+void Workspaces::give_back(int count, const WorkspaceSizes& sizes) noexcept {
+  for (; count_ > count; --count_) of(count_ - 1) = {};
+  for (int i = 0; i < count_; ++i) {
+    if (sizes.covers(of(i).sizes())) continue;
+    try {
+      of(i).resize(sizes);
+    } catch (...) {
+      return;  // keeping the larger blocks is correct, only larger
+    }
+  }
 }
 
 std::int64_t Workspaces::bytes() const {
@@ -109,6 +166,7 @@ HeadGroup::HeadGroup(const Kernels& the_kernels, const LayerShape& the_shape,
       code_stride(code_stride_of(shape.sketch)),
       weight_stride(padded(compressed)),
       resident_stride(padded(store.residents())),
+      drawn_stride(padded(drawn)),
       cluster_stride(padded(clusters)) {}
 
 }  // namespace verkv::cpu

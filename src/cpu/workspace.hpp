@@ -3,6 +3,8 @@
 #define VERKV_SRC_CPU_WORKSPACE_HPP
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -64,13 +66,66 @@ struct ClusterSums {
 // sketch and of the residents.
 constexpr int rows_together(int group) { return std::max(1, kMaxHeads / group); }
 
+// Numbers in an array of logits up to which rows are taken together: 4 MB. A guess: above it, what
+// lies between two rows' use of it falls out of the caches, and the memory of each thread counts.
+inline constexpr std::int64_t kSharedLogits = std::int64_t{1} << 20;
+
+// rows_together, but for so long arrays that they would have more than kSharedLogits numbers.
+constexpr int rows_together(int group, std::int64_t stride) {
+  return static_cast<int>(std::clamp<std::int64_t>(
+      kSharedLogits / std::max<std::int64_t>(1, group * stride), 1, rows_together(group)));
+}
+
+// What a step reads of a KV head: compressed tokens, those of them that are drawn, the local window.
+struct StepLengths {
+  std::int64_t compressed = 0;
+  std::int64_t drawn = 0;
+  std::int64_t window = 0;
+
+  void cover(const StepLengths& other) {
+    compressed = std::max(compressed, other.compressed);
+    drawn = std::max(drawn, other.drawn);
+    window = std::max(window, other.window);
+  }
+};
+
+// Elements of the arrays of a Workspace. They follow from the lengths that were ever asked for
+// together, not from the order in which they were.
+struct WorkspaceSizes {
+  // Room for steps on a KV head of this shape. Somewhat longer heads have room too.
+  void cover(const LayerShape& shape, const FetchRules& rules, const StepLengths& lengths);
+  void cover(const WorkspaceSizes& other);
+  bool covers(const WorkspaceSizes& other) const;
+  std::int64_t bytes() const;
+
+  enum Array {
+    query,
+    code_query,
+    weight,
+    resident_logit,
+    resident_weight,
+    slot_of_group,
+    slot,
+    cluster_of_group,
+    cluster,
+    output,
+    states,
+    token,
+    fetched,
+    plan,
+    exact,
+    exact_scratch,
+    kArrays
+  };
+  std::array<std::int64_t, kArrays> count{};
+};
+
 // Buffers of one thread. Sized outside the step, so that the step allocates nothing.
 struct Workspace {
-  // Room for a KV head of this shape with `compressed` tokens under sketch and `residents` resident
-  // ones, and for rows_together queries.
-  void reserve(const LayerShape& shape, const FetchRules& rules, std::int64_t compressed,
-               std::int64_t residents);
-  std::int64_t bytes() const;
+  // Throws std::bad_alloc, and then is what it was. What it held is gone.
+  void resize(const WorkspaceSizes& sizes);
+  const WorkspaceSizes& sizes() const { return sizes_; }
+  std::int64_t bytes() const { return sizes_.bytes(); }
 
   // ---- [row and query head][stride] arrays ----
   // Scaled, zero-padded.
@@ -87,7 +142,7 @@ struct Workspace {
   AlignedVector<float> resident_weight;
   // Sketched weights of drawn slots, -1 where the slot counts exactly; then what is predicted by the
   // slots in their clusters, if there are any.
-  AlignedVector<float> resident_sketched;
+  AlignedVector<float> drawn_sketched;
   // Of clusters: their sketched weights, then what the centroids count.
   AlignedVector<float> cluster_weight;
   // Sums of their squares.
@@ -95,9 +150,9 @@ struct Workspace {
   // Sums of weighted values.
   AlignedVector<float> output;
 
-  std::vector<HeadState> states;  // [row and query head]
+  AlignedVector<HeadState> states;  // [row and query head]
   // The cluster of each drawn slot; squares of spreads.
-  std::vector<std::uint32_t> slot_cluster;
+  AlignedVector<std::uint32_t> slot_cluster;
   AlignedVector<float> cluster_spread_square;
   // Of one query head: x and y of drawn slots; sums over those of each cluster; what a drawn token
   // counts of its y.
@@ -107,31 +162,34 @@ struct Workspace {
   // Odds of drawn slots, infinite for those in H.
   AlignedVector<float> slot_odds;
   // The tokens to fetch, by place, ascending; positions of those of them that are not resident.
-  std::vector<std::uint32_t> fetched;
-  std::vector<std::uint32_t> moved;
-  // Zeros: make the weights kernel take every token.
-  std::vector<Positive16> no_odds;
+  AlignedVector<std::uint32_t> fetched;
+  AlignedVector<std::uint32_t> moved;
   // [compressed], 0 between steps.
-  std::vector<std::uint8_t> mark;
+  AlignedVector<std::uint8_t> mark;
   // Of the search for a threshold (fetch_search.hpp).
   AlignedVector<float> plan_weight, plan_odds, plan_worth;
-  std::vector<std::uint32_t> plan_place;
+  AlignedVector<std::uint32_t> plan_place;
   // Of the exact order (Eq. 9), in double.
-  std::vector<double> exact_weight, exact_odds, exact_gain, exact_scratch;
-  std::vector<std::uint32_t> exact_order, exact_index;
+  AlignedVector<double> exact_weight, exact_odds, exact_gain, exact_scratch;
+  AlignedVector<std::uint32_t> exact_order, exact_index;
+
+ private:
+  WorkspaceSizes sizes_;
 };
 
-// The workspaces of a backend's threads. Whatever makes a layer's heads larger calls `reserve`
-// once, before it changes anything.
+// The workspaces of a backend's threads, all of one size. Whatever makes a layer's heads longer calls
+// `reserve` once, before it changes anything.
 class Workspaces {
  public:
   Workspaces(int threads, const FetchRules& rules)
       : rules_(rules), of_thread_(static_cast<std::size_t>(threads)) {}
 
-  // As Workspace::reserve, for every thread. Throws std::bad_alloc; what is there stays usable.
-  void reserve(const LayerShape& shape, std::int64_t compressed, std::int64_t residents) {
-    for (Workspace& workspace : of_thread_) workspace.reserve(shape, rules_, compressed, residents);
-  }
+  // Makes them at least as many and as large. Throws std::bad_alloc; what is there stays usable.
+  void reserve(int count, const WorkspaceSizes& sizes);
+  // Gives back those beyond `count`, and of the others what is beyond `sizes`.
+  void give_back(int count, const WorkspaceSizes& sizes) noexcept;
+  // So many tasks may run side by side, of threads [0, count()).
+  int count() const { return count_; }
   Workspace& of(int thread) { return of_thread_[static_cast<std::size_t>(thread)]; }
   const FetchRules& rules() const { return rules_; }
   std::int64_t bytes() const;
@@ -139,6 +197,7 @@ class Workspaces {
  private:
   FetchRules rules_;
   std::vector<Workspace> of_thread_;
+  int count_ = 0;
 };
 
 // Rows of a step, of one sequence: `rows` queries of its last tokens from the workspace's `first` on.
@@ -175,6 +234,7 @@ struct HeadGroup {
   std::int64_t code_stride;
   std::int64_t weight_stride;
   std::int64_t resident_stride;
+  std::int64_t drawn_stride;
   std::int64_t cluster_stride;
 
   HeadState& state(int h) { return workspace.states[static_cast<std::size_t>(first_head + h)]; }
@@ -192,9 +252,7 @@ struct HeadGroup {
     return workspace.resident_logit.data() + (first_head + h) * resident_stride;
   }
   float* resident_weight(int h) { return workspace.resident_weight.data() + h * resident_stride; }
-  float* resident_sketched(int h) {
-    return workspace.resident_sketched.data() + h * resident_stride;
-  }
+  float* drawn_sketched(int h) { return workspace.drawn_sketched.data() + h * drawn_stride; }
   float odds(std::int64_t place) const { return to_float(*store.odds(place)); }
   // Whether a compressed token belongs to L.
   bool is_low(std::int64_t place) const {

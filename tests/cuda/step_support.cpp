@@ -361,8 +361,13 @@ class Scene::Comparison {
     const StepView& step = scene.step_;
     lay_out(step.layer, step_grid(step.layer, step.rows, step.most_compressed, step.most_residents),
             step.rows, step.most_compressed, step.most_residents, step.workspace, device_);
-    for (const cpu::HeadStore& store : scene.stores_)
-      cpu_.reserve(scene.shape_, setup_.fetch, store.compressed(), store.residents());
+    cpu::WorkspaceSizes sizes;
+    for (const cpu::HeadStore& store : scene.stores_) {
+      sizes.cover(scene.shape_, setup_.fetch,
+                  {store.compressed(), store.drawn_residents(),
+                   store.residents() - store.drawn_residents()});
+    }
+    cpu_.resize(sizes);
   }
 
   std::string run() {

@@ -1,5 +1,6 @@
 // KvCacheManager on a backend (support/test_backend.hpp): every byte is counted, running out of
-// memory changes nothing, a step allocates nothing.
+// memory changes nothing, a step allocates nothing, and its buffers are as large and as many as what
+// attends needs.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -97,7 +98,8 @@ TEST_CASE("Every byte is accounted for") {
         CHECK(sum.workspace_bytes > 0);
         for (const SequenceId id : ids) cache->erase(id);
         MemoryReport none;
-        none.workspace_bytes = sum.workspace_bytes;
+        none.workspace_bytes = cache->memory().workspace_bytes;
+        CHECK(none.workspace_bytes <= sum.workspace_bytes);
         CHECK(same(cache->memory(), none));
       }
     }
@@ -345,4 +347,156 @@ TEST_CASE("A step allocates nothing", "[cpu]") {
   const auto some = std::make_unique<std::vector<int>>(100);
   CHECK(some->size() == 100);
   CHECK(allocations - before == 2);
+}
+
+namespace {
+
+constexpr std::int64_t kHeads = 2;
+
+CacheConfig config_of(int threads) {
+  CacheConfig config = small_config();
+  config.layers = {layer_of(kHeads, 1, 64, 64)};
+  config.keep = 1.0 / 16;
+  config.threads = threads;
+  return config;
+}
+
+struct Prompt {
+  explicit Prompt(std::uint32_t seed, std::int64_t n)
+      : random(seed),
+        keys(random_block(random, n, kHeads, 64, 1)),
+        values(random_block(random, n, kHeads, 64, 1)),
+        scores({random_scores(random, kHeads, n, ScoreKind::random)}) {}
+
+  SequenceId append_to(KvCacheManager& cache) const {
+    const SequenceId id = cache.create_sequence(7);
+    cache.append(id, 0, keys.view(), values.view());
+    return id;
+  }
+
+  Random random;
+  Block keys;
+  Block values;
+  std::vector<Scores> scores;
+};
+
+std::int64_t workspace(const KvCacheManager& cache) { return cache.memory().workspace_bytes; }
+
+}  // namespace
+
+TEST_CASE("Workspaces are as many as tasks, and as large as what attends", "[cpu]") {
+  const std::int64_t n = 3000;
+  const Prompt prompt(1, n);
+  Random random(2);
+  const Block queries = random_block(random, 1, kHeads, 64, 1);
+  const auto one = make_cache(config_of(1));
+  const auto many = make_cache(config_of(16));
+  const std::int64_t nothing = workspace(*many);
+  CHECK(nothing == 0);
+  const SequenceId a = prompt.append_to(*one);
+  const SequenceId b = prompt.append_to(*many);
+  // Logits of 8 rows together, and weights of one.
+  CHECK(workspace(*one) > n * 36);
+  CHECK(workspace(*one) < n * 36 * 9 / 8 + 20'000);
+  CHECK(workspace(*many) > workspace(*one));
+  CHECK(workspace(*many) < kHeads * workspace(*one));
+  CHECK(same(attend(*many, 0, {b}, queries), attend(*one, 0, {a}, queries)));
+  compress(*one, a, prompt.scores);
+  compress(*many, b, prompt.scores);
+  // Logits of 8 rows, what the plan knows of a token, and two lists of tokens, in both cases; the
+  // prompt's residents no more.
+  CHECK(workspace(*one) < n * (32 + 16 + 8 + 1) * 9 / 8 + 80'000);
+  CHECK(workspace(*many) < kHeads * workspace(*one));
+  CHECK(same(attend(*many, 0, {b}, queries), attend(*one, 0, {a}, queries)));
+  one->erase(a);
+  many->erase(b);
+  // Reports and slices of 8 rows.
+  CHECK(workspace(*many) < 10'000);
+  CHECK(workspace(*many) == workspace(*one));
+}
+
+TEST_CASE("A long sequence that ends gives its workspace back, and the others go on", "[cpu]") {
+  const auto cache = make_cache(config_of(2));
+  const SequenceId little = Prompt(3, 100).append_to(*cache);
+  const std::int64_t before = workspace(*cache);
+  Random random(4);
+  const Block queries = random_block(random, 1, kHeads, 64, 1);
+  const Result answer = attend(*cache, 0, {little}, queries);
+  const Prompt prompt(5, 4000);
+  const SequenceId large = prompt.append_to(*cache);
+  compress(*cache, large, prompt.scores);
+  CHECK(workspace(*cache) > 10 * before);
+  const SequenceId child = cache->fork(large);
+  cache->erase(large);
+  CHECK(workspace(*cache) > 10 * before);
+  cache->erase(child);
+  CHECK(workspace(*cache) < before + 10'000);
+  std::vector<float> output(size(kHeads * 64));
+  AttendBatch batch;
+  batch.sequences = {&little, 1};
+  batch.queries = queries.view();
+  batch.output = output;
+  const std::int64_t allocated = allocations;
+  cache->attend(0, batch);
+  CHECK(allocations == allocated);
+  CHECK(same(attend(*cache, 0, {little}, queries), answer));
+}
+
+TEST_CASE("The size of workspaces does not depend on how tokens came", "[cpu]") {
+  const Prompt prompt(6, 700);
+  std::vector<std::int64_t> sizes;
+  for (const std::int64_t piece : {1, 64, 700}) {
+    const auto cache = make_cache(config_of(2));
+    const SequenceId id = cache->create_sequence(7);
+    for (std::int64_t at = 0; at < 700; at += piece) {
+      const std::int64_t count = std::min(piece, 700 - at);
+      TensorView keys = prompt.keys.view();
+      TensorView values = prompt.values.view();
+      for (TensorView* view : {&keys, &values}) {
+        view->data = view->row(at, 0);
+        view->tokens = count;
+      }
+      cache->append(id, 0, keys, values);
+    }
+    sizes.push_back(workspace(*cache));
+  }
+  CHECK(sizes[1] == sizes[0]);
+  CHECK(sizes[2] == sizes[0]);
+}
+
+TEST_CASE("Running out of memory for workspaces changes nothing", "[cpu]") {
+  // Only the first rows of a batch larger than ever, and a longer sequence, ask for more.
+  const auto cache = make_cache(config_of(4));
+  const Prompt prompt(8, 200);
+  const SequenceId id = prompt.append_to(*cache);
+  Random random(9);
+  const Block queries = random_block(random, 100, kHeads, 64, 1);
+  const std::vector<SequenceId> rows(100, id);
+  const Result expected = attend(*cache, 0, {id}, random_block(random, 1, kHeads, 64, 1));
+  std::vector<float> output(size(100 * kHeads * 64));
+  AttendBatch batch;
+  batch.sequences = rows;
+  batch.queries = queries.view();
+  batch.output = output;
+  std::int64_t failed = 0;
+  for (std::int64_t limit = 0;; ++limit) {
+    REQUIRE(limit < 1000);
+    bool threw = false;
+    allowed = limit;
+    try {
+      cache->attend(0, batch);
+    } catch (const std::bad_alloc&) {
+      threw = true;
+    }
+    allowed = -1;
+    if (!threw) break;
+    ++failed;
+    CHECK(cache->statistics(0).steps == 1);
+  }
+  CHECK(failed > 0);
+  const auto single = make_cache(config_of(1));
+  const SequenceId other = prompt.append_to(*single);
+  const Result all = attend(*single, 0, std::vector<SequenceId>(100, other), queries);
+  CHECK(all.output == output);
+  CHECK(expected.output.size() == size(kHeads * 64));
 }
