@@ -15,50 +15,6 @@
 namespace verkv {
 namespace {
 
-const char* word(Pool pool) {
-  switch (pool) {
-    case Pool::head:
-      return "head";
-    case Pool::layer:
-      return "layer";
-    case Pool::sequence:
-      return "sequence";
-  }
-  return "?";
-}
-
-const char* word(Selection select) {
-  switch (select) {
-    case Selection::poisson:
-      return "poisson";
-    case Selection::topk:
-      return "topk";
-    case Selection::spread:
-      return "spread";
-  }
-  return "?";
-}
-
-const char* word(Estimator estimator) {
-  switch (estimator) {
-    case Estimator::plain:
-      return "plain";
-    case Estimator::clusters:
-      return "clusters";
-  }
-  return "?";
-}
-
-const char* word(SketchKind kind) {
-  switch (kind) {
-    case SketchKind::exact:
-      return "exact";
-    case SketchKind::calibrated:
-      return "calibrated";
-  }
-  return "?";
-}
-
 template <class T>
 std::string or_none(const std::optional<T>& value) {
   return value ? fmt::format("{}", *value) : "none";
@@ -119,13 +75,13 @@ std::string saved_settings(const CacheConfig& config) {
   lines.add("sink tokens", config.sink_tokens);
   lines.add("chunk tokens", or_none(config.chunk_tokens));
   lines.add("compress from", or_none(config.compress_from));
-  lines.add("pool", word(config.pool));
-  lines.add("sketch", word(config.sketch.kind));
+  lines.add("pool", name(config.pool));
+  lines.add("sketch", name(config.sketch.kind));
   if (has_codes(config.sketch.kind)) lines.add("sketch bits", config.sketch.bits);
   lines.add("seed", config.seed);
-  lines.add("selection", word(config.study.select));
+  lines.add("selection", name(config.study.select));
   lines.add("inclusion floor", config.study.inclusion_floor);
-  lines.add("estimator", word(config.study.estimator));
+  lines.add("estimator", name(config.study.estimator));
   lines.add("tokens of a cluster", kClusterTokens);
   lines.add("tokens of a sketch group", kSketchGroup);
   return lines.take();

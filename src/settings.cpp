@@ -33,63 +33,10 @@ bool in_open_unit(double x) { return x > 0 && x < 1; }
 
 bool finite_above(double x, double limit) { return std::isfinite(x) && x > limit; }
 
-// Whether the value is one of its enumeration's. A new enumerator does not compile without a case
-// (-Wswitch).
-bool known(FetchMode mode) {
-  switch (mode) {
-    case FetchMode::verified:
-    case FetchMode::never:
-    case FetchMode::always:
-      return true;
-  }
-  return false;
-}
-
-bool known(Pool pool) {
-  switch (pool) {
-    case Pool::head:
-    case Pool::layer:
-    case Pool::sequence:
-      return true;
-  }
-  return false;
-}
-
-bool known(Selection select) {
-  switch (select) {
-    case Selection::poisson:
-    case Selection::topk:
-    case Selection::spread:
-      return true;
-  }
-  return false;
-}
-
-bool known(Estimator estimator) {
-  switch (estimator) {
-    case Estimator::plain:
-    case Estimator::clusters:
-      return true;
-  }
-  return false;
-}
-
-bool known(FetchOrder order) {
-  switch (order) {
-    case FetchOrder::worth:
-    case FetchOrder::exact:
-      return true;
-  }
-  return false;
-}
-
-bool known(SketchKind kind) {
-  switch (kind) {
-    case SketchKind::exact:
-    case SketchKind::calibrated:
-      return true;
-  }
-  return false;
+// Whether the value is one of its enumeration's.
+template <class Enumeration>
+bool known(Enumeration value) {
+  return *name(value) != '?';
 }
 
 // One sentence for each reason.
@@ -187,15 +134,7 @@ void check_study(const StudyConfig& study, double keep, Reasons& reasons) {
 
 }  // namespace
 
-bool is_known(DType type) {
-  switch (type) {
-    case DType::f32:
-    case DType::f16:
-    case DType::bf16:
-      return true;
-  }
-  return false;
-}
+bool is_known(DType type) { return known(type); }
 
 std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   Reasons reasons;

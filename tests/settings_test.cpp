@@ -48,6 +48,24 @@ const std::vector<EnumField>& enum_fields() {
   return fields;
 }
 
+// Saved sequences, JSON and command lines hold them.
+TEST_CASE("Values of settings have names") {
+  using verkv::Estimator, verkv::FetchMode, verkv::FetchOrder;
+  using verkv::Pool, verkv::Selection, verkv::SketchKind;
+  const auto check = []<class E>(E, const std::vector<std::string>& names) {
+    for (std::size_t i = 0; i < names.size(); ++i)
+      CHECK(names[i] == verkv::name(static_cast<E>(i)));
+    CHECK(std::string("?") == verkv::name(static_cast<E>(names.size())));
+  };
+  check(FetchMode{}, {"verified", "never", "always"});
+  check(Pool{}, {"head", "layer", "sequence"});
+  check(Selection{}, {"poisson", "topk", "spread"});
+  check(Estimator{}, {"plain", "clusters"});
+  check(FetchOrder{}, {"worth", "exact"});
+  check(SketchKind{}, {"exact", "calibrated"});
+  check(DType{}, {"f32", "f16", "bf16"});
+}
+
 TEST_CASE("A setting outside its enumeration is refused by name and number") {
   CHECK(verkv::unsupported_reasons(small_config()).empty());
   for (const EnumField& field : enum_fields()) {

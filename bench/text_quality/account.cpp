@@ -38,7 +38,7 @@ EvalRow describe(const Method& method, const EvalOptions& options, const Engine&
   if (!method.cached) return row;
   row.importance = name(method.score);
   row.sketch = sketch_label(method.config);
-  if (!row.sketch.empty()) row.estimator = examples::estimator_word(method.config.study.estimator);
+  if (!row.sketch.empty()) row.estimator = name(method.config.study.estimator);
   row.keep = method.config.keep;
   if (method.random) {
     row.exponent = method.exponent;

@@ -40,19 +40,10 @@ inline std::optional<double> parse_rule(const std::string& text, const char* wha
 
 // Throws UsageError.
 inline Estimator parse_estimator(const std::string& text) {
-  if (text == "plain") return Estimator::plain;
-  if (text == "clusters") return Estimator::clusters;
-  throw UsageError(fmt::format("an estimator is plain or clusters, not {}", text));
-}
-
-inline const char* estimator_word(Estimator estimator) {
-  switch (estimator) {
-    case Estimator::plain:
-      return "plain";
-    case Estimator::clusters:
-      return "clusters";
+  for (const Estimator estimator : {Estimator::plain, Estimator::clusters}) {
+    if (text == name(estimator)) return estimator;
   }
-  return "?";
+  throw UsageError(fmt::format("an estimator is plain or clusters, not {}", text));
 }
 
 // "2", "3", "4" (bits) or "exact". Throws UsageError.

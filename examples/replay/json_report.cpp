@@ -43,11 +43,11 @@ void add_method(Json& json, const Row& row) {
   json["risk"] = number(fetch.risk);
   json["probability"] = number(method.config.study.probability);
   json["sketch"] = word(method.config.sketch);
-  json["select"] = word(method.config.study.select);
-  json["estimator"] = word(method.config.study.estimator);
-  json["fetch"] = word(fetch.mode);
+  json["select"] = name(method.config.study.select);
+  json["estimator"] = name(method.config.study.estimator);
+  json["fetch"] = name(fetch.mode);
   json["importance"] = method.importance;
-  json["promise"] = word(method.promise);
+  json["promise"] = name(method.promise);
   json["tolerance"] =
       method.promise == Promise::certificate ? Json(nullptr) : Json(method.tolerance);
 }
@@ -116,8 +116,8 @@ Json row_json(const Row& row) {
 // What is the same for every row and recording.
 void add_settings(Json& json, const Options& options, const Measurement& measurement) {
   json["cap"] = number(options.cap);
-  json["order"] = word(options.order);
-  json["pool"] = word(options.pool);
+  json["order"] = name(options.order);
+  json["pool"] = name(options.pool);
   json["sink"] = options.sink;
   json["local"] = options.local;
   json["seeds"] = options.seeds;

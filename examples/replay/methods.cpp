@@ -73,7 +73,7 @@ constexpr Estimator kEstimator = StudyConfig{}.estimator;
 
 // "Poisson, no fetch".
 std::string sample_label(Selection select, Estimator estimator) {
-  const char* what = select == Selection::poisson ? "Poisson" : word(select);
+  const char* what = select == Selection::poisson ? "Poisson" : name(select);
   return fmt::format("{}, no fetch",
                      estimator == Estimator::clusters && select == kSampled ? "cluster" : what);
 }
@@ -101,7 +101,7 @@ Method compared(const Options& options, double keep, const std::string& importan
                                          price_label(*probability))
                            : "top-k, no fetch";
   } else if (!fetches) {
-    method.name = word(select);
+    method.name = name(select);
     method.label = sample_label(select, method.config.study.estimator);
   } else if (epsilon) {
     method.name = "certificate";
@@ -134,7 +134,7 @@ Method described(const Options& options, const std::set<std::string>& available)
     method.name = "dense_offload";
     method.label = "fetch everything";
   } else if (fetch.mode == FetchMode::never) {
-    method.name = word(options.select);
+    method.name = name(options.select);
     method.label = topk ? "top-k, no fetch" : sample_label(options.select, options.estimator);
   } else {
     std::vector<std::string> rules;

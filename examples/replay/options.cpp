@@ -74,7 +74,7 @@ std::vector<std::int64_t> parse_layers(const std::string& text) {
 template <class T>
 std::vector<std::pair<std::string, T>> worded(std::initializer_list<T> values) {
   std::vector<std::pair<std::string, T>> words;
-  for (const T value : values) words.emplace_back(word(value), value);
+  for (const T value : values) words.emplace_back(name(value), value);
   return words;
 }
 

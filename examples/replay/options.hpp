@@ -108,12 +108,7 @@ std::vector<std::size_t> select_layers(const Options& options, const RecordedCac
 std::int64_t select_steps(const Options& options, const RecordedCache& cache);
 
 // The words of the command line and of the JSON.
-const char* word(Selection select);
-const char* word(Estimator estimator);
-const char* word(FetchMode mode);
-const char* word(FetchOrder order);
-const char* word(Pool pool);
-const char* word(Promise promise);
+const char* name(Promise promise);
 std::string word(const SketchConfig& sketch);
 // "2-bit sketch".
 std::string sketch_label(const SketchConfig& sketch);

@@ -219,7 +219,7 @@ std::string promise_legend(const Options& options, const Measurement& measuremen
       "run       a budget per {}, order {}, cap {}; {}, {} storage\n",
       options.redraws, measurement.redraw_steps.size(), options.seeds,
       options.seeds == 1 ? "" : "s", measurement.steps, options.redraws > 0 ? "(a)" : "(b)",
-      word(options.pool), word(options.order),
+      name(options.pool), name(options.order),
       options.cap ? fmt::format("{:g}", *options.cap) : "off", measurement.description,
       name(measurement.storage));
 }

@@ -179,14 +179,14 @@ std::string heading(const RecordedCache& cache, const Options& options,
     text += fmt::format(
         "  compare all methods at 8x, 16x, 32x: {}, delta {:g}, a budget per {}\n"
         "          importance {}, for top-k {}\n\n",
-        sketch_label(methods.back().config.sketch), options.delta, word(options.pool),
+        sketch_label(methods.back().config.sketch), options.delta, name(options.pool),
         printable(sampled, 40), printable(largest, 40));
   } else {
     const Method& method = methods.front();
     text += fmt::format("  method  {}: {}; {}, delta {:g}, a budget per {}, importance {}\n\n",
                         rate_label(method.config.keep), method.label,
                         sketch_label(methods.back().config.sketch), options.delta,
-                        word(options.pool), printable(method.importance, 30));
+                        name(options.pool), printable(method.importance, 30));
   }
   return text;
 }

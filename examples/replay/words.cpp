@@ -3,60 +3,11 @@
 
 #include <fmt/format.h>
 
-#include "../common/cache_options.hpp"
 #include "options.hpp"
 
 namespace verkv::replay {
 
-const char* word(Selection select) {
-  switch (select) {
-    case Selection::poisson:
-      return "poisson";
-    case Selection::topk:
-      return "topk";
-    case Selection::spread:
-      return "spread";
-  }
-  return "?";
-}
-
-const char* word(Estimator estimator) { return examples::estimator_word(estimator); }
-
-const char* word(FetchMode mode) {
-  switch (mode) {
-    case FetchMode::verified:
-      return "verified";
-    case FetchMode::never:
-      return "never";
-    case FetchMode::always:
-      return "always";
-  }
-  return "?";
-}
-
-const char* word(FetchOrder order) {
-  switch (order) {
-    case FetchOrder::worth:
-      return "worth";
-    case FetchOrder::exact:
-      return "exact";
-  }
-  return "?";
-}
-
-const char* word(Pool pool) {
-  switch (pool) {
-    case Pool::head:
-      return "head";
-    case Pool::layer:
-      return "layer";
-    case Pool::sequence:
-      return "sequence";
-  }
-  return "?";
-}
-
-const char* word(Promise promise) {
+const char* name(Promise promise) {
   switch (promise) {
     case Promise::none:
       return "none";

@@ -55,6 +55,64 @@ enum class FetchOrder : std::uint8_t {
   exact   // by Eq. 9, each gain computed exactly; slow
 };
 
+// Names of values, as above; "?" where the value is none of its enumeration's. That of a SketchKind is
+// in types.hpp.
+constexpr const char* name(FetchMode value) {
+  switch (value) {
+    case FetchMode::verified:
+      return "verified";
+    case FetchMode::never:
+      return "never";
+    case FetchMode::always:
+      return "always";
+  }
+  return "?";
+}
+
+constexpr const char* name(Pool value) {
+  switch (value) {
+    case Pool::head:
+      return "head";
+    case Pool::layer:
+      return "layer";
+    case Pool::sequence:
+      return "sequence";
+  }
+  return "?";
+}
+
+constexpr const char* name(Selection value) {
+  switch (value) {
+    case Selection::poisson:
+      return "poisson";
+    case Selection::topk:
+      return "topk";
+    case Selection::spread:
+      return "spread";
+  }
+  return "?";
+}
+
+constexpr const char* name(Estimator value) {
+  switch (value) {
+    case Estimator::plain:
+      return "plain";
+    case Estimator::clusters:
+      return "clusters";
+  }
+  return "?";
+}
+
+constexpr const char* name(FetchOrder value) {
+  switch (value) {
+    case FetchOrder::worth:
+      return "worth";
+    case FetchOrder::exact:
+      return "exact";
+  }
+  return "?";
+}
+
 // Shape of one layer. Layers may differ.
 struct LayerConfig {
   std::int64_t kv_heads = 1;

@@ -39,6 +39,7 @@ VERKV_HD constexpr std::size_t size_bytes(DType type) {
   detail::unreachable();
 }
 
+// "?" where it is none of the values, as the names of other enumerations.
 constexpr const char* name(DType type) {
   switch (type) {
     case DType::f32:
@@ -186,6 +187,17 @@ enum class SketchKind : std::uint8_t {
   calibrated  // centred, in a basis made for the prompt's queries, keys and importance, in which
               // the directions that matter have 4 bits, others 2, the weakest none
 };
+
+// "?" where it is none of the values.
+constexpr const char* name(SketchKind value) {
+  switch (value) {
+    case SketchKind::exact:
+      return "exact";
+    case SketchKind::calibrated:
+      return "calibrated";
+  }
+  return "?";
+}
 
 // Whether tokens have codes and a scale, and heads a basis that says what these mean.
 VERKV_HD constexpr bool has_codes(SketchKind kind) {
