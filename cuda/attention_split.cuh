@@ -420,6 +420,11 @@ class AttentionSplit {
       if (ws_.partial_sum[at + s] != 0) top = raise(top, ws_.partial_top[at + s]);
     }
     top = warp_top(top);
+    float sink = minus_infinity();
+    if (layer_.sink_logits != nullptr) {
+      sink = layer_.sink_logits[(query_head_ + h) % layer_.query_heads()] - sums_.base[h];
+      top = raise(top, sink);
+    }
     double sum = 0;
     for (int s = lane_index(); s < splits; s += 32) {
       const float own = ws_.partial_sum[at + s];
@@ -428,6 +433,7 @@ class AttentionSplit {
     }
 #pragma unroll
     for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, half);
+    if (layer_.sink_logits != nullptr) sum += static_cast<double>(weight_exp(sink - top));
     if (lane_index() != 0) return;
     sums_.inverse[h] = sum == 0 ? 0 : 1 / sum;
     if (step.lse != nullptr) {

@@ -56,7 +56,7 @@ class CudaBackend final : public Backend {
         device_name_(check_device(options.device, layers_)),
         stream_(options.stream),
         tables_(layers_),
-        buffers_(layers_, options.views == MemorySpace::host),
+        buffers_(layers_, options.views == MemorySpace::host, stream_),
         counters_(static_cast<std::int64_t>(layers_.size()), "statistics"),
         numbers_(stream_) {
     stream_.clear(counters_);

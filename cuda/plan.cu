@@ -18,6 +18,11 @@ namespace {
 
 // ---- What a query head knows --------------------------------------------------------------------
 
+// The learned sink of a head, which is there.
+VERKV_DEVICE float sink_of(const LayerView& layer, std::int64_t query_head) {
+  return layer.sink_logits[query_head % layer.query_heads()];
+}
+
 // The largest logit of the head that the plan may use.
 VERKV_DEVICE float shift_of(const StepArguments& arguments, std::int64_t query_head) {
   const StepWorkspace& ws = arguments.workspace;
@@ -25,7 +30,9 @@ VERKV_DEVICE float shift_of(const StepArguments& arguments, std::int64_t query_h
   float shift = minus_infinity();
   for (int s = lane; s < arguments.grid.score_splits; s += 32)
     shift = raise(shift, ws.slice_top[query_head * arguments.grid.score_splits + s]);
-  return warp_top(shift);
+  shift = warp_top(shift);
+  const LayerView& layer = arguments.view.layer;
+  return layer.sink_logits == nullptr ? shift : raise(shift, sink_of(layer, query_head));
 }
 
 // D over H, in order of the slots, added to what L has.
@@ -273,6 +280,8 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks)
   double denominator = head.to_weights(shared, shift, weight, odds);
   denominator = add_residents(shared, arguments, view, residents_of(view, step.batch[row]),
                               query_head, shift, denominator);
+  if (layer.sink_logits != nullptr)
+    denominator += static_cast<double>(weight_exp(sink_of(layer, query_head) - shift));
   const bool computable = is_computable(denominator);
   // What is known goes out before a search needs the registers.
   HeadState& state = ws.heads[query_head];

@@ -22,11 +22,14 @@ void StepBuffers::Batch::take(DeviceBuffer<StepRow>&& room, std::int64_t rows) {
   written.reserve(size(rows));
 }
 
-StepBuffers::StepBuffers(const std::vector<Layer>& layers, bool staged)
+StepBuffers::StepBuffers(const std::vector<Layer>& layers, bool staged, const Stream& stream)
     : layers_(layers), staged_(staged), bounds_(layers.size()) {
   for (const Layer& layer : layers) {
     const LayerConfig& c = layer.config;
+    sinks_.emplace_back(c.cached ? std::ssize(c.sink_logits) : 0, "sink logits");
     if (!c.cached) continue;
+    if (!c.sink_logits.empty())
+      stream.copy_in(sinks_.back().data(), c.sink_logits.data(), c.sink_logits.size());
     query_heads_ = std::max(query_heads_, c.query_heads);
     kv_heads_ = std::max(kv_heads_, c.kv_heads);
     query_elements_ = std::max(query_elements_, c.query_heads * c.key_dim);
@@ -121,6 +124,7 @@ const StepRow* StepBuffers::write_batch(unsigned long long capture, const Stream
 }
 
 void StepBuffers::fill(StepView& step, std::size_t layer) const {
+  step.layer.sink_logits = sinks_[layer].data();
   step.query_reports = query_reports_.data();
   step.kv_reports = kv_reports_.data();
   step.most_compressed = bounds_[layer].compressed;
@@ -153,8 +157,11 @@ void StepBuffers::copy_reports(std::span<QueryHeadReport> query_reports,
 }
 
 std::int64_t StepBuffers::bytes() const {
-  return workspace_.bytes() + query_reports_.bytes() + kv_reports_.bytes() + batch_.device.bytes() +
-         captured_batch_.device.bytes() + queries_.bytes() + output_.bytes() + lse_.bytes();
+  std::int64_t sinks = 0;
+  for (const DeviceBuffer<float>& layer : sinks_) sinks += layer.bytes();
+  return sinks + workspace_.bytes() + query_reports_.bytes() + kv_reports_.bytes() +
+         batch_.device.bytes() + captured_batch_.device.bytes() + queries_.bytes() +
+         output_.bytes() + lse_.bytes();
 }
 
 }  // namespace verkv::cuda

@@ -26,7 +26,7 @@ class StepBuffers {
  public:
   // layers: must outlive this object, and stay as they are. staged: queries and outputs are host
   // memory.
-  StepBuffers(const std::vector<Layer>& layers, bool staged);
+  StepBuffers(const std::vector<Layer>& layers, bool staged, const Stream& stream);
 
   // Most rows of a step.
   std::int64_t rows() const { return rows_; }
@@ -46,7 +46,7 @@ class StepBuffers {
   // layers of a step share them. capture: the number of the capture under way, 0: none.
   const StepRow* write_batch(unsigned long long capture, const Stream& stream);
 
-  // Points the step at workspace and reports; bounds are the layer's.
+  // Points the step at workspace, reports and sinks; bounds are the layer's.
   void fill(StepView& step, std::size_t layer) const;
   // Points the step at copies of the host's queries, and at room for its outputs.
   void stage_in(StepView& step, const TensorView& queries, const Stream& stream);
@@ -83,6 +83,7 @@ class StepBuffers {
   std::int64_t query_elements_ = 0;
   std::int64_t output_elements_ = 0;
 
+  std::vector<DeviceBuffer<float>> sinks_;  // [layer], of its query heads; empty: none
   std::int64_t rows_ = 0;
   std::vector<Bounds> bounds_;
   DeviceBuffer<std::byte> workspace_;

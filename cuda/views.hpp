@@ -76,7 +76,8 @@ struct LayerView {
   int key_dim = 0;
   int value_dim = 0;
   float scale = 1;
-  float soft_cap = 0;  // 0: none
+  float soft_cap = 0;                  // 0: none
+  const float* sink_logits = nullptr;  // [query head], in device memory; null: none
   DType storage = DType::f16;
   SketchShape sketch;                   // the largest; each head has its own
   bool clusters = false;                // estimates by clusters

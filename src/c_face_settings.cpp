@@ -84,6 +84,8 @@ LayerConfig layer_config(const verkv_layer_config& c) {
   layer.window = from_c(c.window);
   layer.global_layer = from_c(c.global_layer);
   layer.first_global_kv_head = c.first_global_kv_head;
+  const auto sinks = array(c.sink_logits, c.sink_logit_count, "sink logits");
+  layer.sink_logits.assign(sinks.begin(), sinks.end());
   return layer;
 }
 
@@ -202,6 +204,8 @@ verkv_layer_config to_c(const LayerConfig& layer) noexcept {
   c.window = optional(layer.window);
   c.global_layer = optional(layer.global_layer);
   c.first_global_kv_head = layer.first_global_kv_head;
+  c.sink_logits = layer.sink_logits.data();
+  c.sink_logit_count = std::ssize(layer.sink_logits);
   return c;
 }
 

@@ -47,6 +47,11 @@ void add_layer(Lines& lines, std::size_t index, const LayerConfig& layer) {
   add("soft cap", or_none(layer.soft_cap));
   add("global layer", layer.global_layer.value_or(static_cast<std::int64_t>(index)));
   add("first global KV head", layer.first_global_kv_head);
+  if (layer.sink_logits.empty()) return;
+  // The scores of the local window rest on them. Their checksum: a model has thousands.
+  Checksum sinks;
+  sinks.add(std::as_bytes(std::span(layer.sink_logits)));
+  add("sink logits", fmt::format("{:016x}", sinks.value()));
 }
 
 constexpr std::array<char, 8> kName = {'V', 'E', 'R', 'K', 'V', 'S', 'E', 'Q'};

@@ -58,6 +58,21 @@ class Reasons {
   std::vector<std::string> list_;
 };
 
+void check_sink_logits(std::size_t i, const LayerConfig& layer, Reasons& reasons) {
+  const std::vector<float>& sinks = layer.sink_logits;
+  if (sinks.empty()) return;
+  if (std::ssize(sinks) != layer.query_heads) {
+    reasons.add("layer {}: {} sink logits for {} query heads; one for each is needed, or none", i,
+                sinks.size(), layer.query_heads);
+  }
+  const auto bad =
+      std::find_if(sinks.begin(), sinks.end(), [](float x) { return !std::isfinite(x); });
+  if (bad != sinks.end()) {
+    reasons.add("layer {}: a sink logit of {} for query head {}; it must be finite", i, *bad,
+                bad - sinks.begin());
+  }
+}
+
 void check_layer(std::size_t i, const LayerConfig& layer, Reasons& reasons) {
   if (layer.kv_heads < 1 || layer.kv_heads > kMaxHeads || layer.first_global_kv_head < 0 ||
       layer.first_global_kv_head > kMaxHeads - layer.kv_heads) {
@@ -84,6 +99,7 @@ void check_layer(std::size_t i, const LayerConfig& layer, Reasons& reasons) {
     reasons.add("layer {}: soft cap {}; {} to {} are supported, or none", i, *layer.soft_cap,
                 kSmallestFactor, kLargestFactor);
   }
+  check_sink_logits(i, layer, reasons);
   if (layer.window) {
     reasons.add(
         "layer {}: sliding window of {} tokens; only layers without a window are supported (set "

@@ -126,11 +126,14 @@ void check_answer(const LayerConfig& layer, const Block& keys, const Block& valu
   for (std::int64_t r = 0; r < queries.tokens; ++r) {
     for (std::int64_t h = 0; h < layer.query_heads; ++h) {
       const auto logit = logits(layer, keys, queries, r, h, visible[at(r)]);
-      const double lse = log_sum(logit);
+      auto terms = logit;
+      if (!layer.sink_logits.empty())
+        terms.push_back(static_cast<double>(layer.sink_logits[at(h)]));
+      const double lse = log_sum(terms);
       const std::int64_t place = r * layer.query_heads + h;
       INFO("row " << r << ", head " << h << " of " << visible[at(r)].size() << " tokens");
       if (logit.empty()) {
-        REQUIRE(answer.lse[at(place)] == -std::numeric_limits<float>::infinity());
+        REQUIRE(answer.lse[at(place)] == static_cast<float>(lse));
       } else {
         REQUIRE(std::fabs(static_cast<double>(answer.lse[at(place)]) - lse) < tolerance::kDense);
       }
@@ -189,6 +192,8 @@ TEST_CASE("Attention over an engine's rows is that of plain loops, and the same 
       ++k;
       if (k % 3 == 0) layer.soft_cap = 3.0;
       if (k % 2 == 0) layer.scale = 0.3;
+      for (std::int64_t h = 0; k % 4 == 1 && h < s.query_heads; ++h)
+        layer.sink_logits.push_back(static_cast<float>(2 * (h % 5)) - 3);
       const DType type = std::vector{DType::f32, DType::f16, DType::bf16}[at(k % 3)];
       const Block keys(random, type, n, s.kv_heads, s.key_dim, 5 * (k % 2));
       const Block values(random, type, n, s.kv_heads, s.value_dim, 3 * (k % 2));

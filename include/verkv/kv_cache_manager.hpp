@@ -145,13 +145,14 @@ class VERKV_API KvCacheManager {
   // Attention of one query token per row, over the tokens of the row's sequence in `layer` up to
   // itself:
   //   output = sum_i softmax(logit)_i value_i,   logit_i = scale * q.k_i (soft-capped)
+  // where the softmax also has the head's sink logit, if there is one.
   // In a decode step `append` comes first and `attend` second: a token attends to itself. Several
   // rows of one sequence are its last tokens (AttendBatch); each gives what a step of that token
   // alone gives, bit for bit (on a device LSE and output to rounding), where nothing is compressed
   // in between. Attending changes no later answer: what a token's query gives to the scores of the
   // local window replaces what it gave before, and counts from the next append on. A
-  // sequence without tokens in the layer has the answer of a padding row, output 0 and LSE
-  // -infinity, with epsilon 0, and is certified.
+  // sequence without tokens in the layer has output 0 and LSE -infinity (or the sink), with
+  // epsilon 0, and is certified.
   // Allocates nothing, except where the batch has more rows than ever and than 8 for each sequence
   // that has ever been at once: room for what is known of a row grows, and more threads get buffers
   // than the sequences have KV heads. On a device, buffers grow

@@ -91,7 +91,7 @@ struct AttendBatch {
   TensorView queries = {};
   // [row][query head][value_dim], dense.
   std::span<float> output = {};
-  // [row][query head], natural logarithm of the softmax denominator; or empty.
+  // [row][query head], natural logarithm of the softmax denominator, a sink included; or empty.
   std::span<float> lse = {};
   // [row][query head]; or empty.
   std::span<QueryHeadReport> query_reports = {};

@@ -42,7 +42,8 @@ class VERKV_API RowAttention {
   RowAttention& operator=(const RowAttention&) = delete;
 
   // output = sum_i softmax(logit)_i value_i,   logit_i = scale * q.k_i (soft-capped)
-  // over the tokens i that a row sees; a row that sees none has output 0 and LSE -infinity. Allocates
+  // over the tokens i that a row sees, and the head's sink logit if there is one; a row that sees none
+  // has output 0 and LSE -infinity, or the sink. LayerConfig::window is not looked at. Allocates
   // where a batch is larger than any before, and blocks until it is answered.
   // Throws InvalidArgument on an unknown layer, a wrong shape or type, and visible tokens that are
   // not ascending or not there (naming the row); std::bad_alloc.

@@ -134,6 +134,10 @@ struct LayerConfig {
   // ranks. global_layer: none is the index in CacheConfig::layers.
   std::optional<std::int64_t> global_layer = std::nullopt;
   std::int64_t first_global_kv_head = 0;
+  // Learned sinks of the softmax: a logit for each query head, as it stands in the softmax (not
+  // scaled, not capped), which has a weight in D but no value. Empty: none. Where a context is split
+  // into parts, one of them has the sink.
+  std::vector<float> sink_logits = {};
 };
 
 // When a step fetches, and what it promises. Each rule that is on asks for a set of tokens; a

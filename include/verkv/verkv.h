@@ -125,6 +125,9 @@ typedef struct verkv_layer_config {
   verkv_optional_int64 window;
   verkv_optional_int64 global_layer;
   int64_t first_global_kv_head;
+  /* Copied; of verkv_config_of_layer the cache's own. */
+  const float* sink_logits;
+  int64_t sink_logit_count;
 } verkv_layer_config;
 
 /* Calls part(argument, 0) .. part(argument, parts - 1) as verkv::Executor does. */

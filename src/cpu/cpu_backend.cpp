@@ -437,6 +437,7 @@ class CpuBackend final : public Backend {
     step.query = batch.queries.row(row, head * shape.group);
     step.query_type = batch.queries.type;
     step.query_stride = batch.queries.head_stride;
+    if (!c.sink_logits.empty()) step.sink_logits = c.sink_logits.data() + head * shape.group;
     step.output = batch.output.data() + first_query * c.value_dim;
     step.lse = batch.lse.empty() ? nullptr : batch.lse.data() + first_query;
     step.query_reports = answers.query_reports.data() + first_query;

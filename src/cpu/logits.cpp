@@ -127,11 +127,13 @@ void compute_logits(HeadGroup& group, std::span<const StepArguments> rows) {
 }
 
 // The shift may use every logit that does not depend on the draw.
-void find_shifts(HeadGroup& group) {
+void find_shifts(HeadGroup& group, const StepArguments& row) {
   for (int h = 0; h < group.heads; ++h) {
     float top = -kInfinity;
     group.for_high([&](std::int64_t i) { top = std::max(top, group.resident_logit(h)[i]); });
-    group.state(h).shift = std::max(top, group.state(h).shift);
+    HeadState& s = group.state(h);
+    s.sink = row.sink_logits == nullptr ? -kInfinity : row.sink_logits[h];
+    s.shift = std::max({top, s.shift, s.sink});
   }
 }
 

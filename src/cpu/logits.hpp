@@ -15,8 +15,9 @@ namespace verkv::cpu {
 // the rows.
 void compute_logits(HeadGroup& group, std::span<const StepArguments> rows);
 
-// Raises the shifts of one row's heads to the exact logits of H, of the residents that it sees.
-void find_shifts(HeadGroup& group);
+// Sets the sinks of one row's heads, and raises their shifts to those and to the exact logits of H, of
+// the residents that the row sees.
+void find_shifts(HeadGroup& group, const StepArguments& row);
 
 }  // namespace verkv::cpu
 

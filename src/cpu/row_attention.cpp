@@ -248,10 +248,13 @@ void RowAttention::Impl::join_parts(const LayerConfig& layer, const RowAttention
     std::int64_t end = begin;
     while (end < static_cast<std::int64_t>(parts.size()) && parts[at(end)].row == r) ++end;
     for (std::int64_t h = 0; h < layer.query_heads; ++h) {
-      float largest = -kInfinity;
+      const float sink = layer.sink_logits.empty() ? -kInfinity : layer.sink_logits[at(h)];
+      float largest = sink;
       for (std::int64_t p = begin; p < end; ++p)
         largest = std::max(largest, top[at(p * layer.query_heads + h)]);
-      double denominator = 0;
+      double denominator = sink > -kInfinity
+                               ? std::exp(static_cast<double>(sink) - static_cast<double>(largest))
+                               : 0.0;
       std::fill(joined.begin(), joined.end(), 0.0);
       for (std::int64_t p = begin; p < end; ++p) {
         const std::int64_t place = p * layer.query_heads + h;
@@ -265,7 +268,7 @@ void RowAttention::Impl::join_parts(const LayerConfig& layer, const RowAttention
       const std::int64_t head = r * layer.query_heads + h;
       if (!out_lse.empty()) {
         out_lse[at(head)] =
-            begin == end ? -kInfinity
+            begin == end ? sink
                          : static_cast<float>(static_cast<double>(largest) + std::log(denominator));
       }
       if (batch.output.empty()) continue;

@@ -73,6 +73,7 @@ class Step {
       HeadState& s = state(h);
       const float* w = group_.resident_weight(h);
       group_.for_high([&](std::int64_t i) { s.denominator += static_cast<double>(w[i]); });
+      s.denominator += sink_weight(s, s.shift);
       s.computable = is_computable(s.denominator);
     }
   }
@@ -93,6 +94,11 @@ class Step {
       group_.kernels.weights(w + i, stride, kNoOdds.data(),
                              std::min<std::int64_t>(kBlockTokens, count - i), heads, shift, sum);
     }
+  }
+
+  // Of the sink of the softmax; 0 where there is none.
+  static double sink_weight(const HeadState& s, float shift) {
+    return s.sink > -kInfinity ? static_cast<double>(weight_exp(s.sink - shift)) : 0.0;
   }
 
   // ---- Attention ----
@@ -166,6 +172,7 @@ class Step {
     const float* logit = group_.resident_logit(h);
     float top = -kInfinity;
     for (std::int64_t i = 0; i < moved_; ++i) top = std::max(top, group_.weight(h)[i]);
+    top = std::max(top, s.sink);
     float any = top;
     for (std::int64_t i = 0; i < group_.residents; ++i) any = std::max(any, logit[i]);
     if (s.by_clusters) {
@@ -191,7 +198,7 @@ class Step {
         std::fabs(top - s.shift) <= kSharedShift || top == -kInfinity ? s.shift : top;
   }
 
-  // Weights under the attention's shift; D_hat starts with the moved tokens.
+  // Weights under the attention's shift; D_hat starts with the moved tokens and the sink.
   void attention_weights(int first, int heads) {
     std::array<float, kMaxHeads> shift{};
     std::array<double, kMaxHeads> sum{};
@@ -205,7 +212,10 @@ class Step {
       weights_of_all(group_.weight(first), group_.weight_stride, moved_, heads, shift.data(),
                      sum.data());
     }
-    for (int h = 0; h < heads; ++h) state(first + h).estimate = sum[at(h)];
+    for (int h = 0; h < heads; ++h) {
+      HeadState& s = state(first + h);
+      s.estimate = sum[at(h)] + sink_weight(s, s.attention_shift);
+    }
   }
 
   // Multiplies the residents' weights with their coefficients. Centroids count nothing.
@@ -256,7 +266,7 @@ class Step {
     const std::int64_t dim = group_.shape.config.value_dim;
     const float* sum = ws_.output.data() + h * dim;
     float* out = arguments_.output + h * dim;
-    const bool empty = group_.residents + moved_ + group_.clusters == 0 || s.estimate == 0;
+    const bool empty = s.estimate == 0;
     for (std::int64_t j = 0; j < dim; ++j)
       out[j] = empty ? 0.0f : static_cast<float>(static_cast<double>(sum[j]) / s.estimate);
     if (arguments_.lse == nullptr) return;
@@ -307,7 +317,7 @@ void run_step(const Kernels& kernels, const LayerShape& shape, const FetchRules&
   for (int r = 0; r < count; ++r) {
     const StepArguments& row = rows[static_cast<std::size_t>(r)];
     HeadGroup group = group_of({r, 1, row.back});
-    find_shifts(group);
+    find_shifts(group, row);
     Step(group, row).run();
   }
 }

@@ -25,6 +25,7 @@ struct StepArguments {
   std::int64_t query_stride = 0;
   // Newest tokens of the sequence that the row does not see.
   std::int64_t back = 0;
+  const float* sink_logits = nullptr;        // [group], or null
   float* output = nullptr;                   // [group][value_dim]
   float* lse = nullptr;                      // [group], or null
   QueryHeadReport* query_reports = nullptr;  // [group]

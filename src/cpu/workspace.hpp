@@ -23,6 +23,8 @@ inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // What a step knows of one query head.
 struct HeadState {
+  // LayerConfig::sink_logits; -infinity where there is none.
+  float sink = -kInfinity;
   // Of the plan's weights.
   float shift = 0;
   // D of the plan, relative to shift, and whether it can divide.

@@ -280,6 +280,7 @@ void Scene::upload() {
   }
   step_ = {};
   step_.layer = layer;
+  step_.layer.sink_logits = to_device(setup_.sink_logits.data(), std::ssize(setup_.sink_logits));
   device_heads_ = to_device(heads_.data(), static_cast<std::int64_t>(heads_.size()));
   step_.heads = device_heads_;
   step_.rows = static_cast<int>(setup_.slots.size());
@@ -424,6 +425,8 @@ class Scene::Comparison {
     step.query_type = setup_.query_type;
     step.query_stride = scene_.query_at(0, 1);
     step.back = back();
+    if (!setup_.sink_logits.empty())
+      step.sink_logits = &setup_.sink_logits[index(kv_ * setup_.group)];
     step.output = expected_.data();
     step.lse = expected_lse_.data();
     step.query_reports = expected_reports_.data();

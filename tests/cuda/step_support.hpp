@@ -29,6 +29,7 @@ struct Setup {
   std::int64_t key_dim = 128;
   std::int64_t value_dim = 128;
   double soft_cap = 0;
+  std::vector<float> sink_logits;  // [query head]; empty: none
   DType storage = DType::f16;
   DType query_type = DType::f32;
   SketchConfig sketch;

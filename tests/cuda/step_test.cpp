@@ -246,6 +246,26 @@ TEST_CASE("The largest heads") {
   REQUIRE(require_equal(setup).moved > 0);
 }
 
+TEST_CASE("Sinks of the softmax") {
+  cpu_device::reset_device();
+  // Below, among and above the logits; a group in two parts, and a sequence without tokens.
+  for (const int group : {3, 17}) {
+    Setup setup = small(155);
+    setup.group = group;
+    setup.kv_heads = 2;
+    setup.key_dim = group == 17 ? 256 : 64;
+    setup.lengths = {{620, 540}, {0, 0}, {40, 0}};
+    setup.slots = {0, 1, -1, 2};
+    setup.query_size = 2;
+    for (int h = 0; h < 2 * group; ++h)
+      setup.sink_logits.push_back(static_cast<float>(h % 4 == 3 ? 300 : 4 * (h % 4) - 3));
+    const Scene::Totals totals = require_equal(setup);
+    setup.sink_logits.clear();
+    // A head that gives its attention to the sink asks for less.
+    CHECK(require_equal(setup).moved > totals.moved);
+  }
+}
+
 // Query heads of one KV head, of which some estimate by clusters.
 TEST_CASE("Heads whose clusters know nothing beside others") {
   cpu_device::reset_device();

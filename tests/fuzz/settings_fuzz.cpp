@@ -55,6 +55,13 @@ LayerConfig layer_of(Input& input) {
   layer.cached = !rarely(input, 8);
   layer.dense = rarely(input, 4);
   if (rarely(input, 64)) layer.window = whole(input);
+  if (rarely(input, 8)) {
+    const std::int64_t heads =
+        rarely(input, 16) ? 3 : std::clamp<std::int64_t>(layer.query_heads, 0, 400);
+    for (std::int64_t h = 0; h < heads; ++h)
+      layer.sink_logits.push_back(
+          rarely(input, 96) ? input.take<float>() : static_cast<float>(input.take<std::int8_t>()));
+  }
   if (rarely(input, 8)) layer.global_layer = whole(input);
   if (rarely(input, 8)) layer.first_global_kv_head = whole(input);
   return layer;

@@ -108,30 +108,6 @@ TEST_CASE("Answers over parts of a context are joined by their LSE") {
   }
 }
 
-TEST_CASE("A sink of the softmax that has no value is added from the LSE") {
-  // A token of value 0 whose logit is 2 stands for the sink.
-  Random random(73);
-  CacheConfig config = exact_config();
-  config.layers = {layer_of(1, 1, 64, 64)};
-  config.layers[0].scale = 1;
-  Block keys = random_block(random, 40, 1, 64, 0.2), values = random_block(random, 40, 1, 64, 1);
-  Block queries = random_block(random, 1, 1, 64, 1);
-  queries.at(0, 0, 0) = 1;
-  for (std::int64_t j = 0; j < 64; ++j) {
-    keys.at(39, 0, j) = j == 0 ? 2.0f : 0.0f;
-    values.at(39, 0, j) = 0;
-  }
-  const auto cache = make_cache(config);
-  const SequenceId sequence = cache->create_sequence();
-  cache->append(sequence, 0, keys.part(0, 39).view(), values.part(0, 39).view());
-  const Result result = attend(*cache, 0, {sequence}, queries);
-  const Dense with_sink = dense(config, 0, keys, values, queries.row(0, 0), 0);
-  const double share = 1 / (1 + std::exp(2 - static_cast<double>(result.lse[0])));
-  for (std::int64_t j = 0; j < 64; ++j)
-    CHECK(std::abs(share * result.output[size(j)] - with_sink.output[size(j)]) <
-          tolerance::kDense * norm(with_sink.output));
-}
-
 TEST_CASE("Layers that share keys and values ask one layer, several times a step") {
   // Only the last that asks is seen in the scores of the window, of which chunks are compressed.
   Random random(74);

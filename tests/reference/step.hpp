@@ -144,6 +144,7 @@ struct HeadCase {
   std::vector<float> mean;             // of the channels
   const SketchBasis* basis = nullptr;  // calibrated
   DType storage = DType::f32;          // of centroids
+  std::vector<float> sinks;            // of the queries; empty: none
 
   // Makes the plan look at the draw, which it must not: tokens that are not resident come first in
   // the order. For the test of the test.
@@ -458,11 +459,14 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
     for (std::size_t i = 0; i < n; ++i) {
       shift[h] = std::max(shift[h], in_high(i) ? logit[h][i] : sketched[i]);
     }
+    const double sink = head.sinks.empty() ? -kInfinite : static_cast<double>(head.sinks[h]);
+    shift[h] = std::max(shift[h], sink);
     for (const std::size_t i : low) weight[h].push_back(std::exp(sketched[i] - shift[h]));
     denominator[h] = sum(weight[h]);
     for (std::size_t i = 0; i < n; ++i) {
       if (in_high(i)) denominator[h] += std::exp(logit[h][i] - shift[h]);
     }
+    if (sink > -kInfinite) denominator[h] += std::exp(sink - shift[h]);
     for (std::size_t i = compressed; i < n; ++i) {
       answer.query[h].window_probability.push_back(std::exp(logit[h][i] - shift[h]) /
                                                    denominator[h]);
@@ -631,6 +635,7 @@ inline StepAnswer step(const HeadCase& head, const std::vector<std::vector<float
     Vector all = term;
     for (const Cluster& c : cluster)
       all.push_back(std::log(correction * (1 - c.own()) * c.rest()) + shift[h]);
+    if (!head.sinks.empty()) all.push_back(static_cast<double>(head.sinks[h]));
     result.lse = log_sum_exp(all);
     result.output.assign(static_cast<std::size_t>(head.layer.value_dim), 0.0);
     for (std::size_t c = 0; c < cluster.size(); ++c) {

@@ -26,6 +26,13 @@ LayerConfig layer_of(std::int64_t kv_heads, std::int64_t group, std::int64_t key
   return layer;
 }
 
+std::vector<float> random_sinks(Random& random, std::int64_t query_heads) {
+  std::vector<float> sinks;
+  for (std::int64_t h = 0; h < query_heads; ++h)
+    sinks.push_back(static_cast<float>(3 * random.normal()));
+  return sinks;
+}
+
 CacheConfig small_config() {
   CacheConfig config;
   config.layers = {layer_of(2, 3, 64, 64)};
@@ -123,6 +130,7 @@ Drawn random_setting(Random& random) {
     if (random.below(4) == 0) layer.soft_cap = 5;
     if (random.below(4) == 0) layer.scale = 0.11;
     layer.first_global_kv_head = random.below(3) == 0 ? 4 : 0;
+    if (random.below(4) == 0) layer.sink_logits = random_sinks(random, layer.query_heads);
     c.layers.push_back(layer);
   }
   if (layers > 1 && random.below(4) == 0) c.layers[1].dense = true;
@@ -142,7 +150,8 @@ Drawn random_setting(Random& random) {
        << shown(c.fetch.risk) << ", p " << shown(c.study.probability) << ", order "
        << static_cast<int>(c.study.order) << ", cap " << shown(c.study.cap) << ", limit "
        << shown(c.fetch.limit_tokens) << ", spread " << drawn.logit_spread << ", scores "
-       << static_cast<int>(drawn.scores) << ", soft cap " << shown(c.layers[0].soft_cap);
+       << static_cast<int>(drawn.scores) << ", soft cap " << shown(c.layers[0].soft_cap)
+       << ", sinks " << !c.layers[0].sink_logits.empty();
   drawn.text = text.str();
   return drawn;
 }

@@ -34,6 +34,9 @@ std::vector<bool> vector_codes();
 LayerConfig layer_of(std::int64_t kv_heads, std::int64_t group, std::int64_t key_dim,
                      std::int64_t value_dim);
 
+// Of a layer of so many query heads, some above and some below its logits.
+std::vector<float> random_sinks(Random& random, std::int64_t query_heads);
+
 CacheConfig small_config();
 
 template <class T>

@@ -41,6 +41,11 @@ Dense dense(const CacheConfig& config, std::int64_t layer, const Block& keys, co
       [&](std::int64_t i, std::int64_t j) { return element(keys, i, j); },
       [&](std::int64_t i, std::int64_t j) { return element(values, i, j); },
       std::span<double>(logit), std::span<double>(result.output));
+  if (shape.sink_logits.empty()) return result;
+  const double tokens = result.lse;
+  result.lse =
+      reference::log_sum_exp({tokens, static_cast<double>(shape.sink_logits[size(query_head)])});
+  for (double& x : result.output) x *= std::exp(tokens - result.lse);
   return result;
 }
 

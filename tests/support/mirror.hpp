@@ -160,6 +160,10 @@ class Mirror {
     const MirrorHead& m = head(layer, h);
     reference::HeadCase result;
     result.layer = config_.layers[size(layer)];
+    const std::vector<float>& sinks = result.layer.sink_logits;
+    const std::int64_t group = result.layer.query_heads / result.layer.kv_heads;
+    if (!sinks.empty())
+      result.sinks.assign(sinks.begin() + h * group, sinks.begin() + (h + 1) * group);
     result.fetch = config_.fetch;
     result.study = config_.study;
     result.sketch = config_.sketch;
