@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <new>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -42,6 +43,7 @@ struct Sequence {
   std::vector<std::unique_ptr<LayerStore>> layers;
   // Per layer; only then does decode compress by itself.
   std::vector<bool> compressed_before;
+  std::optional<PendingCompression> pending;
 };
 
 LayerLengths lengths_of(const LayerStore& store) { return {store.tokens(), store.compressed()}; }
@@ -91,6 +93,7 @@ class CudaBackend final : public Backend {
     const Sequence& parent = find(from);
     auto sequence = make_sequence(parent.draw);
     sequence->compressed_before = parent.compressed_before;
+    if (parent.pending) sequence->pending.emplace(parent.pending->fork());
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       const LayerStore* store = parent.layers[i].get();
       if (store != nullptr) sequence->layers[i] = store->copy(entries(i, *sequence), stream_);
@@ -170,25 +173,58 @@ class CudaBackend final : public Backend {
     const CurrentDevice current(options_.device);
     check_numbers();
     Sequence& sequence = find(id);
-    std::vector<LayerLengths> lengths;
-    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-      const auto& store = sequence.layers[layer];
-      lengths.push_back(store ? lengths_of(*store) : LayerLengths{});
-      if (store) store->settle(entries(layer, sequence), stream_);
-    }
-    std::vector<std::vector<float>> copies(importance.size());
-    const std::vector<ImportanceView> scores =
-        options_.views == MemorySpace::host
-            ? std::vector<ImportanceView>(importance.begin(), importance.end())
-            : host_importance(compressor_, lengths, importance, stream_, copies);
-    std::vector<HeadCompression> heads = compressor_.prompt(sequence.draw, lengths, scores);
+    const Prompt prompt = heads_of_prompt(sequence, importance, prompt_queries);
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
+    std::vector<HeadCompression> heads = prompt.heads;
     std::vector<Prepared> prepared;
-    prepare(sequence, heads, prompt_queries, allow, prepared);
+    prepare(sequence, heads, prompt.queries, allow, prepared);
     commit(prepared);
-    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-      if (compressor_.compresses(layer)) sequence.compressed_before[layer] = true;
+    mark_compressed(sequence);
+  }
+
+  void begin_compress(SequenceId id, std::span<const ImportanceView> importance,
+                      std::span<const TensorView> prompt_queries) override {
+    const CurrentDevice current(options_.device);
+    check_numbers();
+    Sequence& sequence = find(id);
+    Prompt prompt = heads_of_prompt(sequence, importance, prompt_queries);
+    if (config_.keep >= 1) return;
+    if (!prompt.heads.empty()) {
+      stream_.synchronize();
+      sequence.pending.emplace(compressor_, std::move(prompt.heads), prompt.queries);
     }
+    mark_compressed(sequence);
+  }
+
+  // A whole layer, since all its heads change hands together.
+  std::int64_t continue_compress(SequenceId id, std::int64_t, const Allow& allow) override {
+    const CurrentDevice current(options_.device);
+    check_numbers();
+    Sequence& sequence = find(id);
+    PendingCompression& pending = *sequence.pending;
+    const std::size_t layer = pending.layer();
+    LayerStore& store = *sequence.layers[layer];
+    HeadView* table = entries(layer, sequence);
+    store.settle(table, stream_);
+    // Queries of the tokens to come score from now on.
+    if (store.spare() > 0)
+      store.reserve_append(store.spare(), config_.chunk_tokens.has_value(), table, stream_);
+    std::vector<HeadCompression> heads = pending.next(pending.left_of_layer());
+    const std::int64_t done = pending.left_of_layer();
+    std::vector<Prepared> prepared;
+    prepare(sequence, heads, pending.queries(), allow, prepared);
+    commit(prepared);
+    sequence.compressed_before[layer] = true;
+    pending.take(std::move(heads));
+    if (pending.finish_layer()) sequence.pending.reset();
+    return done;
+  }
+
+  void cancel_compress(SequenceId id) noexcept override { find(id).pending.reset(); }
+
+  const PendingCompression* pending(SequenceId id) const override {
+    const Sequence& sequence = find(id);
+    return sequence.pending ? &*sequence.pending : nullptr;
   }
 
   void redraw(SequenceId id, std::uint64_t draw) override {
@@ -292,7 +328,9 @@ class CudaBackend final : public Backend {
 
   MemoryReport memory(SequenceId id, std::int64_t layer) const noexcept override {
     MemoryReport report;
-    find(id).layers[size(layer)]->add_memory(report);
+    const Sequence& sequence = find(id);
+    sequence.layers[size(layer)]->add_memory(report);
+    if (sequence.pending) report.basis_bytes += sequence.pending->bytes(size(layer), false);
     return report;
   }
 
@@ -393,7 +431,7 @@ class CudaBackend final : public Backend {
   std::int64_t outgrown(const Growth& growth) const {
     const std::size_t layer = size(growth.layer);
     const Sequence& sequence = find(growth.sequence);
-    if (!sequence.compressed_before[layer]) return 0;
+    if (!sequence.compressed_before[layer] || is_pending(sequence, layer)) return 0;
     return compressor_.outgrown(layer, lengths_of(*sequence.layers[layer]));
   }
 
@@ -436,16 +474,54 @@ class CudaBackend final : public Backend {
     LayerStore::Change change;
   };
 
+  // The heads of a prompt, and what they refer to, in the host's memory.
+  struct Prompt {
+    std::vector<HeadCompression> heads;
+    std::vector<TensorView> queries;
+    std::vector<std::vector<float>> scores;
+    std::vector<std::vector<std::byte>> query_rows;
+  };
+
+  // Takes in what queries have given. The copies of queries have come once the stream is done.
+  Prompt heads_of_prompt(const Sequence& sequence, std::span<const ImportanceView> importance,
+                         std::span<const TensorView> prompt_queries) {
+    std::vector<LayerLengths> lengths;
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+      const auto& store = sequence.layers[layer];
+      lengths.push_back(store ? lengths_of(*store) : LayerLengths{});
+      if (store) store->settle(entries(layer, sequence), stream_);
+    }
+    Prompt result;
+    result.scores.resize(importance.size());
+    result.query_rows.resize(prompt_queries.size());
+    const bool on_host = options_.views == MemorySpace::host;
+    const std::vector<ImportanceView> scores =
+        on_host ? std::vector<ImportanceView>(importance.begin(), importance.end())
+                : host_importance(compressor_, lengths, importance, stream_, result.scores);
+    result.heads = compressor_.prompt(sequence.draw, lengths, scores);
+    result.queries = on_host ? std::vector<TensorView>(prompt_queries.begin(), prompt_queries.end())
+                             : host_queries(compressor_, result.heads, prompt_queries, stream_,
+                                            result.query_rows);
+    return result;
+  }
+
+  // The layers that have been compressed, or had too little for it, are from now on by chunks.
+  void mark_compressed(Sequence& sequence) const {
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+      if (compressor_.compresses(layer) && !is_pending(sequence, layer))
+        sequence.compressed_before[layer] = true;
+    }
+  }
+
+  static bool is_pending(const Sequence& sequence, std::size_t layer) {
+    return sequence.pending && sequence.pending->covers(layer);
+  }
+
   // Adds the compressions of `heads`, those of whole layers in order. What queries have given must
   // have been taken in. Changes nothing that shows. Waits for the stream.
   void prepare(Sequence& sequence, std::span<HeadCompression> heads,
-               std::span<const TensorView> prompt_queries, const Allow& allow,
+               std::span<const TensorView> queries, const Allow& allow,
                std::vector<Prepared>& out) {
-    std::vector<std::vector<std::byte>> copies(prompt_queries.size());
-    const std::vector<TensorView> queries =
-        options_.views == MemorySpace::host
-            ? std::vector<TensorView>(prompt_queries.begin(), prompt_queries.end())
-            : host_queries(compressor_, heads, prompt_queries, stream_, copies);
     // Bases and orders are made of those and of the host tier's rows, which must have been written.
     stream_.synchronize();
     compressor_.complete(

@@ -15,6 +15,7 @@
 #include <verkv/reports.hpp>
 #include <verkv/view.hpp>
 
+#include "pending_compression.hpp"
 #include "saved_bytes.hpp"
 
 namespace verkv {
@@ -104,6 +105,18 @@ class Backend {
   // where they are too many, before anything has changed.
   virtual void compress(SequenceId sequence, std::span<const ImportanceView> importance,
                         std::span<const TensorView> prompt_queries, const Allow& allow) = 0;
+  // compress in slices. begin_compress takes copies of what it is given and compresses nothing; pending
+  // is then what is to be done, null where there is nothing. continue_compress works on up to `heads`
+  // heads of the next layer and returns on how many; with its last head the layer is compressed, and room
+  // for tokens stays. allow: as above, for the layer. A call that throws leaves what was pending. fork
+  // makes what is pending the fork's too; the manager lets no other compress, redraw or save through
+  // meanwhile, and cancels before tokens that are to be compressed go.
+  virtual void begin_compress(SequenceId sequence, std::span<const ImportanceView> importance,
+                              std::span<const TensorView> prompt_queries) = 0;
+  virtual std::int64_t continue_compress(SequenceId sequence, std::int64_t heads,
+                                         const Allow& allow) = 0;
+  virtual void cancel_compress(SequenceId sequence) noexcept = 0;
+  virtual const PendingCompression* pending(SequenceId sequence) const = 0;
   virtual void redraw(SequenceId sequence, std::uint64_t draw) = 0;
 
   // Throws what attend would throw, of the queries' numbers and for want of memory, and fills

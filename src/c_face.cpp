@@ -100,6 +100,19 @@ TensorView view(const verkv_tensor_view* c, const char* what) {
   return view(needed(c, what), what);
 }
 
+// What compress is given.
+struct Prompt {
+  Prompt(const verkv_importance_view* importance, std::int64_t importance_count,
+         const verkv_tensor_view* prompt_queries, std::int64_t prompt_query_count) {
+    for (const auto& c : array(importance, importance_count, "importance"))
+      scores.push_back({c.data, c.heads, c.tokens, c.head_stride});
+    for (const auto& c : array(prompt_queries, prompt_query_count, "prompt_queries"))
+      queries.push_back(view(c, "prompt_queries"));
+  }
+  std::vector<ImportanceView> scores;
+  std::vector<TensorView> queries;
+};
+
 // The caller's array of reports: its own memory where an element is as large as the library's, else
 // one that is handed out afterwards.
 template <class Report, class CReport>
@@ -325,14 +338,32 @@ verkv_code verkv_compress(verkv_cache* cache, int64_t sequence,
                           const verkv_tensor_view* prompt_queries, int64_t prompt_query_count,
                           verkv_error* error) {
   return c_face::guarded(error, [&] {
-    std::vector<verkv::ImportanceView> scores;
-    for (const auto& c : c_face::array(importance, importance_count, "importance"))
-      scores.push_back({c.data, c.heads, c.tokens, c.head_stride});
-    std::vector<verkv::TensorView> queries;
-    for (const auto& c : c_face::array(prompt_queries, prompt_query_count, "prompt_queries"))
-      queries.push_back(c_face::view(c, "prompt_queries"));
-    c_face::manager(cache).compress(SequenceId{sequence}, scores, queries);
+    const c_face::Prompt prompt(importance, importance_count, prompt_queries, prompt_query_count);
+    c_face::manager(cache).compress(SequenceId{sequence}, prompt.scores, prompt.queries);
   });
+}
+
+verkv_code verkv_begin_compress(verkv_cache* cache, int64_t sequence,
+                                const verkv_importance_view* importance, int64_t importance_count,
+                                const verkv_tensor_view* prompt_queries, int64_t prompt_query_count,
+                                int64_t* left, verkv_error* error) {
+  return c_face::number(left, "where the number of heads goes", error, [&] {
+    const c_face::Prompt prompt(importance, importance_count, prompt_queries, prompt_query_count);
+    return c_face::manager(cache).begin_compress(SequenceId{sequence}, prompt.scores,
+                                                 prompt.queries);
+  });
+}
+
+verkv_code verkv_continue_compress(verkv_cache* cache, int64_t sequence, int64_t heads,
+                                   int64_t* left, verkv_error* error) {
+  return c_face::number(left, "where the number of heads goes", error, [&] {
+    return c_face::manager(cache).continue_compress(SequenceId{sequence}, heads);
+  });
+}
+
+verkv_code verkv_cancel_compress(verkv_cache* cache, int64_t sequence, verkv_error* error) {
+  return c_face::guarded(error,
+                         [&] { c_face::manager(cache).cancel_compress(SequenceId{sequence}); });
 }
 
 // ---- Steps

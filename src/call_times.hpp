@@ -35,6 +35,7 @@ class CallTimes {
 
   Stopwatch attending(std::int64_t layer) { return Stopwatch(at(layer).attend_ns); }
   Stopwatch appending(std::int64_t layer) { return Stopwatch(at(layer).append_ns); }
+  Stopwatch compressing(std::int64_t layer) { return Stopwatch(at(layer).compress_ns); }
   // Shares the nanoseconds of a call about all layers out by weight [layer], not below 0: all of
   // them, or none where no layer weighs anything.
   void compressed(std::int64_t nanoseconds, std::span<const std::int64_t> weight);

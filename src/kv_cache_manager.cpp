@@ -251,18 +251,70 @@ struct KvCacheManager::Impl final : Totals {
     std::int64_t elapsed = 0;
     {
       const Stopwatch watch(elapsed);
-      backend->compress(id, importance, prompt_queries, [&](std::int64_t added) {
-        if (added <= 0) return;
-        // The totals are without the sequence now. What it shares stays as long as others hold it.
-        std::int64_t held = 0;
-        all_layers(id)([&](SequenceId, std::int64_t layer) {
-          held += backend->memory(id, layer).fast_bytes();
-        });
-        check_limits({.host = 0, .fast = held + added}, {});
-      });
+      backend->compress(id, importance, prompt_queries, allowed(id));
     }
     count(1);
     times.compressed(elapsed, rows);
+  }
+
+  // Throws where the fast tier has no room for what a compression adds, of a sequence that the totals
+  // are without. What it shares stays as long as others hold it.
+  Backend::Allow allowed(SequenceId id) const {
+    return [this, id](std::int64_t added) {
+      if (added <= 0) return;
+      check_limits({.host = 0, .fast = held(id).fast_bytes() + added}, {});
+    };
+  }
+
+  // Throws InvalidArgument unless these can be given to compress.
+  void check_prompt(SequenceId id, std::span<const ImportanceView> importance,
+                    std::span<const TensorView> prompt_queries) const {
+    if (importance.size() != config.layers.size()) {
+      invalid("importance of {} layers given, the configuration has {}", importance.size(),
+              config.layers.size());
+    }
+    if (!prompt_queries.empty() && prompt_queries.size() != config.layers.size()) {
+      invalid("prompt queries of {} layers given, the configuration has {}", prompt_queries.size(),
+              config.layers.size());
+    }
+    for (std::size_t i = 0; i < config.layers.size(); ++i) {
+      const LayerConfig& layer = config.layers[i];
+      if (!compressible(layer)) continue;
+      const std::int64_t index = static_cast<std::int64_t>(i);
+      const std::int64_t open = backend->tokens(id, index) - backend->compressed_tokens(id, index);
+      check_importance(i, importance[i], layer, open);
+      if (prompt_queries.empty() || prompt_queries[i].tokens == 0) continue;
+      try {
+        check_rows("prompt queries", prompt_queries[i], layer.query_heads, layer.key_dim);
+      } catch (Error& error) {
+        error.add_place({.layer = index});
+        throw;
+      }
+    }
+  }
+
+  std::int64_t left_to_compress(SequenceId id) const {
+    const PendingCompression* pending = backend->pending(id);
+    return pending != nullptr ? pending->left() : 0;
+  }
+
+  void refuse_pending(SequenceId id, const char* call) const {
+    if (backend->pending(id) == nullptr) return;
+    invalid(ErrorCode::being_compressed,
+            "sequence {} is being compressed in slices, {} KV heads are left; {} has to wait for "
+            "continue_compress or cancel_compress",
+            id.value, left_to_compress(id), call);
+  }
+
+  std::int64_t continue_compress(SequenceId id, std::int64_t heads) {
+    while (heads > 0 && backend->pending(id) != nullptr) {
+      const std::int64_t layer = static_cast<std::int64_t>(backend->pending(id)->layer());
+      const Stopwatch watch = times.compressing(layer);
+      booked(all_layers(id), [&] {
+        heads -= std::max<std::int64_t>(1, backend->continue_compress(id, heads, allowed(id)));
+      });
+    }
+    return left_to_compress(id);
   }
 
   LayerStatistics statistics(std::int64_t layer) const {
@@ -455,6 +507,9 @@ Truncation KvCacheManager::truncate(SequenceId id, std::int64_t tokens) {
       result.done = false;
       return;
     }
+    if (const PendingCompression* pending = impl_->backend->pending(id);
+        pending != nullptr && pending->needs_more_than(tokens))
+      impl_->backend->cancel_compress(id);
     for (const std::int64_t layer : shorter) sequence.reserved[static_cast<std::size_t>(layer)] = 0;
     each([&](SequenceId, std::int64_t layer) {
       if (impl_->backend->tokens(id, layer) > tokens) impl_->backend->truncate(id, layer, tokens);
@@ -467,30 +522,8 @@ void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceVie
                               std::span<const TensorView> prompt_queries) {
   const std::lock_guard lock(impl_->mutex);
   Impl::Sequence& found = impl_->find(sequence);
-  const CacheConfig& config = impl_->config;
-  if (importance.size() != config.layers.size()) {
-    invalid("importance of {} layers given, the configuration has {}", importance.size(),
-            config.layers.size());
-  }
-  if (!prompt_queries.empty() && prompt_queries.size() != config.layers.size()) {
-    invalid("prompt queries of {} layers given, the configuration has {}", prompt_queries.size(),
-            config.layers.size());
-  }
-  for (std::size_t i = 0; i < config.layers.size(); ++i) {
-    const LayerConfig& layer = config.layers[i];
-    if (!Impl::compressible(layer)) continue;
-    const std::int64_t index = static_cast<std::int64_t>(i);
-    const std::int64_t open = impl_->backend->tokens(sequence, index) -
-                              impl_->backend->compressed_tokens(sequence, index);
-    check_importance(i, importance[i], layer, open);
-    if (prompt_queries.empty() || prompt_queries[i].tokens == 0) continue;
-    try {
-      check_rows("prompt queries", prompt_queries[i], layer.query_heads, layer.key_dim);
-    } catch (Error& error) {
-      error.add_place({.layer = index});
-      throw;
-    }
-  }
+  impl_->refuse_pending(sequence, "compress");
+  impl_->check_prompt(sequence, importance, prompt_queries);
   impl_->booked(impl_->all_layers(sequence), [&] {
     impl_->compress(sequence, importance, prompt_queries);
     // Its tokens have no room for what their queries will give.
@@ -498,9 +531,35 @@ void KvCacheManager::compress(SequenceId sequence, std::span<const ImportanceVie
   });
 }
 
+std::int64_t KvCacheManager::begin_compress(SequenceId sequence,
+                                            std::span<const ImportanceView> importance,
+                                            std::span<const TensorView> prompt_queries) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->find(sequence);
+  impl_->refuse_pending(sequence, "begin_compress");
+  impl_->check_prompt(sequence, importance, prompt_queries);
+  impl_->booked(impl_->all_layers(sequence),
+                [&] { impl_->backend->begin_compress(sequence, importance, prompt_queries); });
+  return impl_->left_to_compress(sequence);
+}
+
+std::int64_t KvCacheManager::continue_compress(SequenceId sequence, std::int64_t heads) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->find(sequence);
+  if (heads < 1) invalid("{} KV heads to compress at a time; at least 1 is needed", heads);
+  return impl_->continue_compress(sequence, heads);
+}
+
+void KvCacheManager::cancel_compress(SequenceId sequence) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->find(sequence);
+  impl_->booked(impl_->all_layers(sequence), [&] { impl_->backend->cancel_compress(sequence); });
+}
+
 void KvCacheManager::redraw(SequenceId sequence, std::uint64_t draw) {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
+  impl_->refuse_pending(sequence, "redraw");
   impl_->booked(impl_->all_layers(sequence), [&] { impl_->backend->redraw(sequence, draw); });
 }
 
@@ -539,6 +598,7 @@ void KvCacheManager::save(SequenceId sequence, const WriteBytes& write) const {
   impl_->find(sequence);
   if (!write) invalid(ErrorCode::shape, "save is given no function to write with");
   impl_->backend->require_saving();
+  impl_->refuse_pending(sequence, "save");
   SavedWriter writer(write);
   put_head(writer, impl_->config);
   impl_->backend->save(sequence, writer);

@@ -61,14 +61,15 @@ static_assert(VERKV_ERROR_SETTING == number(ErrorCode::setting) &&
               VERKV_ERROR_DEVICE == number(ErrorCode::device) &&
               VERKV_ERROR_DEVICE_MEMORY == number(ErrorCode::device_memory) &&
               VERKV_ERROR_SYSTEM_MEMORY == number(ErrorCode::system_memory) &&
-              VERKV_ERROR_FORMAT == number(ErrorCode::format));
+              VERKV_ERROR_FORMAT == number(ErrorCode::format) &&
+              VERKV_ERROR_BEING_COMPRESSED == number(ErrorCode::being_compressed));
 static_assert(VERKV_BOUND_EDGES == kBoundEdges && VERKV_NO_SEQUENCE == kNoSequence.value);
 
 TEST_CASE("no enumerator is without its twin in C") {
-  for (int code = 1; code <= VERKV_ERROR_FORMAT; ++code)
+  for (int code = 1; code <= VERKV_ERROR_BEING_COMPRESSED; ++code)
     CHECK(std::string(verkv_code_name(code)) == name(static_cast<ErrorCode>(code)));
   // The number behind the last is none: a new one needs a twin.
-  CHECK(std::string(verkv_code_name(VERKV_ERROR_FORMAT + 1)) == "?");
+  CHECK(std::string(verkv_code_name(VERKV_ERROR_BEING_COMPRESSED + 1)) == "?");
   CHECK(std::string(verkv_code_name(VERKV_OK)) == "ok");
   CHECK(std::string(verkv_code_name(256 + VERKV_ERROR_SHAPE)) == "?");
   CHECK(std::string(verkv_code_name(-1)) == "?");
@@ -333,7 +334,25 @@ TEST_CASE("a sequence in C and one in C++ give the same bits") {
   const verkv_tensor_view c_k = twin(k), c_v = twin(v), c_q = twin(q);
   const verkv_importance_view c_importance{scores.data(), kv_heads, tokens, tokens};
   REQUIRE(verkv_append(cache, c_id, 0, &c_k, &c_v, nullptr) == VERKV_OK);
-  REQUIRE(verkv_compress(cache, c_id, &c_importance, 1, &c_q, 1, nullptr) == VERKV_OK);
+  std::int64_t left = -1;
+  SECTION("compressed at once") {
+    REQUIRE(verkv_compress(cache, c_id, &c_importance, 1, &c_q, 1, nullptr) == VERKV_OK);
+  }
+  SECTION("in slices, begun twice") {
+    const auto begin = [&] {
+      return verkv_begin_compress(cache, c_id, &c_importance, 1, &c_q, 1, &left, nullptr);
+    };
+    REQUIRE(begin() == VERKV_OK);
+    CHECK(left == kv_heads);
+    CHECK(begin() == VERKV_ERROR_BEING_COMPRESSED);
+    REQUIRE(verkv_cancel_compress(cache, c_id, nullptr) == VERKV_OK);
+    REQUIRE(begin() == VERKV_OK);
+    REQUIRE(verkv_continue_compress(cache, c_id, 1, &left, nullptr) == VERKV_OK);
+    CHECK(left == kv_heads - 1);
+    CHECK(verkv_continue_compress(cache, c_id, 0, &left, nullptr) == VERKV_ERROR_SHAPE);
+    REQUIRE(verkv_continue_compress(cache, c_id, kv_heads, &left, nullptr) == VERKV_OK);
+    CHECK(left == 0);
+  }
 
   std::vector<float> output(x.output.size()), lse(x.lse.size());
   std::vector<verkv_query_head_report> reports(x.heads_of.size());

@@ -188,6 +188,15 @@ class CountingBackend final : public verkv::Backend {
                 const Allow&) override {
     touched(id);
   }
+  void begin_compress(SequenceId id, std::span<const ImportanceView>,
+                      std::span<const TensorView>) override {
+    touched(id);
+  }
+  std::int64_t continue_compress(SequenceId id, std::int64_t, const Allow&) override {
+    return touched(id), 0;
+  }
+  void cancel_compress(SequenceId id) noexcept override { touched(id); }
+  const verkv::PendingCompression* pending(SequenceId) const override { return nullptr; }
   void redraw(SequenceId id, std::uint64_t) override { touched(id); }
   void prepare_attend(const AttendBatch&) override {}
   void attend(std::int64_t, const AttendBatch&) override {}

@@ -35,7 +35,9 @@ enum class ErrorCode : std::uint8_t {
   device_memory,  // the cache is as it was
   system_memory,  // no main memory that the device can reach; the cache is as it was
   // FormatError
-  format
+  format,
+  // InvalidArgument
+  being_compressed  // a call that begin_compress has to be finished or cancelled for
 };
 
 // The enumerator's name.
@@ -77,6 +79,8 @@ constexpr const char* name(ErrorCode code) {
       return "system_memory";
     case ErrorCode::format:
       return "format";
+    case ErrorCode::being_compressed:
+      return "being_compressed";
   }
   return "?";
 }

@@ -142,6 +142,30 @@ class VERKV_API KvCacheManager {
   void compress(SequenceId sequence, std::span<const ImportanceView> importance,
                 std::span<const TensorView> prompt_queries = {});
 
+  // compress in slices, so that the calls of others (and of this sequence) come between. Takes copies of
+  // the arguments, which are those of compress, and shares the budget out; compresses nothing. Returns
+  // the number of KV heads, over all layers, that continue_compress has to do; 0: there is nothing to
+  // compress, and layers are as after compress.
+  // Throws what compress throws, but for CapacityError.
+  std::int64_t begin_compress(SequenceId sequence, std::span<const ImportanceView> importance,
+                              std::span<const TensorView> prompt_queries = {});
+  // Does up to `heads` more, on up to as many threads, and returns how many are left; 0: all is done, or
+  // nothing was begun. A layer is compressed when its last head is done; before, it is as it was. Each is
+  // left, bit for bit, as compress would have left it where begin_compress was called. On a device a
+  // call does whole layers.
+  // In between everything may be called: attend and append for the sequence too, whose new tokens join
+  // the window (of a layer that is not done, no chunk is compressed, and queries do not score the
+  // window). A fork has the same left to do. What is reserved stays so. truncate to fewer tokens than are
+  // to be compressed cancels. compress, begin_compress, redraw and save of the sequence throw
+  // InvalidArgument, ErrorCode::being_compressed.
+  // All or nothing. Throws InvalidArgument on an unknown sequence and on heads below 1; CapacityError
+  // where the fast tier would hold more than its limit; std::bad_alloc, on a device DeviceError.
+  std::int64_t continue_compress(SequenceId sequence, std::int64_t heads);
+  // Gives up what is left to do: layers that are done stay compressed, others as they are; another
+  // compress or begin_compress takes importance of what each has not compressed.
+  // Throws InvalidArgument on an unknown sequence.
+  void cancel_compress(SequenceId sequence);
+
   // Attention of one query token per row, over the tokens of the row's sequence in `layer` up to
   // itself:
   //   output = sum_i softmax(logit)_i value_i,   logit_i = scale * q.k_i (soft-capped)

@@ -110,7 +110,7 @@ struct MemoryReport {
   std::int64_t metadata_bytes = 0;
   std::int64_t host_bytes = 0;  // keys and values on the host tier
   // Main memory, for tokens to come, for redraws and to find moved tokens: a calibrated sketch's
-  // basis, the order of compressed tokens.
+  // basis, the order of compressed tokens; what a compression in slices was given and has ready.
   std::int64_t basis_bytes = 0;
   // Buffers of a step, shared by all sequences. On the CPU those of as many threads as the sequences
   // have KV heads in a layer, as long as the longest of them need.

@@ -69,6 +69,7 @@ enum {
   VERKV_ERROR_DEVICE_MEMORY = 15,
   VERKV_ERROR_SYSTEM_MEMORY = 16,
   VERKV_ERROR_FORMAT = 17,
+  VERKV_ERROR_BEING_COMPRESSED = 18,
   VERKV_ERROR_NO_MEMORY = 1000, /* std::bad_alloc */
   VERKV_ERROR_INTERNAL = 1001,  /* an exception that is no error of the library */
   VERKV_ERROR_CALLBACK = 1002   /* a function of the caller failed: verkv_error::callback_status */
@@ -281,6 +282,17 @@ VERKV_API verkv_code verkv_compress(verkv_cache* cache, int64_t sequence,
                                     int64_t importance_count,
                                     const verkv_tensor_view* prompt_queries,
                                     int64_t prompt_query_count, verkv_error* error);
+/* left: KV heads that are left to do; 0: all is done. */
+VERKV_API verkv_code verkv_begin_compress(verkv_cache* cache, int64_t sequence,
+                                          const verkv_importance_view* importance,
+                                          int64_t importance_count,
+                                          const verkv_tensor_view* prompt_queries,
+                                          int64_t prompt_query_count, int64_t* left,
+                                          verkv_error* error);
+VERKV_API verkv_code verkv_continue_compress(verkv_cache* cache, int64_t sequence, int64_t heads,
+                                             int64_t* left, verkv_error* error);
+VERKV_API verkv_code verkv_cancel_compress(verkv_cache* cache, int64_t sequence,
+                                           verkv_error* error);
 
 /* ---- Steps */
 

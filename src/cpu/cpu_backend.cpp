@@ -19,6 +19,7 @@
 #include <verkv/sketch_error.hpp>
 
 #include "compression.hpp"
+#include "cpu/compress_heads.hpp"
 #include "cpu/head_store.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/step.hpp"
@@ -40,8 +41,9 @@ constexpr std::int64_t kSliceRows = 8;
 
 struct Sequence {
   std::uint64_t draw = 0;
-  std::vector<std::vector<HeadStore>> layers;  // [layer][KV head]; none before the first tokens
-  std::vector<bool> compressed_before;         // [layer]; only then does decode compress by itself
+  LayerStores layers;                   // [layer][KV head]; none before the first tokens
+  std::vector<bool> compressed_before;  // [layer]; only then does decode compress by itself
+  std::optional<PendingCompression> pending;
 };
 
 class CpuBackend final : public Backend {
@@ -101,6 +103,11 @@ class CpuBackend final : public Backend {
     sequence->draw = parent.draw;
     sequence->layers.resize(shapes_.size());
     sequence->compressed_before = parent.compressed_before;
+    if (parent.pending) {
+      sequence->pending.emplace(parent.pending->fork());
+      // Its codes lie where both may write from now on.
+      parent.pending->forget_prepared();
+    }
     for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
       std::vector<HeadStore>& heads = sequence->layers[layer];
       heads.reserve(parent.layers[layer].size());
@@ -193,18 +200,46 @@ class CpuBackend final : public Backend {
   void compress(SequenceId id, std::span<const ImportanceView> importance,
                 std::span<const TensorView> prompt_queries, const Allow& allow) override {
     Sequence& sequence = find(id);
-    std::vector<LayerLengths> lengths;
-    for (const std::vector<HeadStore>& heads : sequence.layers)
-      lengths.push_back(lengths_of(heads));
-    std::vector<HeadCompression> heads = compressor_.prompt(sequence.draw, lengths, importance);
+    std::vector<HeadCompression> heads = heads_of_prompt(sequence, importance);
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
-    Prepared prepared = prepare(sequence, std::move(heads), prompt_queries, false);
+    CompressHeads::Prepared prepared =
+        compress_heads_.prepare(sequence.layers, std::move(heads), prompt_queries, false);
     allow(prepared.added_fast_bytes);
-    commit(prepared);
-    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
-      if (compressor_.compresses(layer)) sequence.compressed_before[layer] = true;
-    }
+    compress_heads_.commit(prepared);
+    mark_compressed(sequence);
     give_back();
+  }
+
+  void begin_compress(SequenceId id, std::span<const ImportanceView> importance,
+                      std::span<const TensorView> prompt_queries) override {
+    Sequence& sequence = find(id);
+    std::vector<HeadCompression> heads = heads_of_prompt(sequence, importance);
+    if (config_.keep >= 1) return;
+    if (!heads.empty()) sequence.pending.emplace(compressor_, std::move(heads), prompt_queries);
+    mark_compressed(sequence);
+  }
+
+  std::int64_t continue_compress(SequenceId id, std::int64_t heads, const Allow& allow) override {
+    Sequence& sequence = find(id);
+    PendingCompression& pending = *sequence.pending;
+    const std::int64_t done = std::min(heads, pending.left_of_layer());
+    compress_heads_.prepare_some(sequence.layers, pending, heads);
+    if (pending.left_of_layer() > 0) return done;
+    const std::size_t layer = pending.layer();
+    allow(compress_heads_.added_fast_bytes(sequence.layers, pending));
+    compress_heads_.finish(sequence.layers, pending);
+    sequence.compressed_before[layer] = true;
+    if (!pending.finish_layer()) return done;
+    sequence.pending.reset();
+    give_back();
+    return done;
+  }
+
+  void cancel_compress(SequenceId id) noexcept override { find(id).pending.reset(); }
+
+  const PendingCompression* pending(SequenceId id) const override {
+    const Sequence& sequence = find(id);
+    return sequence.pending ? &*sequence.pending : nullptr;
   }
 
   void redraw(SequenceId id, std::uint64_t draw) override {
@@ -336,6 +371,8 @@ class CpuBackend final : public Backend {
     MemoryReport report;
     report.reserved_bytes = static_cast<std::int64_t>(sizeof heads);
     for (const HeadStore& head : heads) head.add_memory(report, exclusive);
+    if (const auto& pending = find(id).pending)
+      report.basis_bytes += pending->bytes(static_cast<std::size_t>(layer), exclusive);
     return report;
   }
 
@@ -505,6 +542,26 @@ class CpuBackend final : public Backend {
     }
   }
 
+  std::vector<HeadCompression> heads_of_prompt(const Sequence& sequence,
+                                               std::span<const ImportanceView> importance) const {
+    std::vector<LayerLengths> lengths;
+    for (const std::vector<HeadStore>& heads : sequence.layers)
+      lengths.push_back(lengths_of(heads));
+    return compressor_.prompt(sequence.draw, lengths, importance);
+  }
+
+  static bool is_pending(const Sequence& sequence, std::size_t layer) {
+    return sequence.pending && sequence.pending->covers(layer);
+  }
+
+  // The layers that have been compressed, or had too little for it, are from now on by chunks.
+  void mark_compressed(Sequence& sequence) const {
+    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
+      if (compressor_.compresses(layer) && !is_pending(sequence, layer))
+        sequence.compressed_before[layer] = true;
+    }
+  }
+
   Sequence& find(SequenceId id) { return *sequences_.find(id.value)->second; }
   const Sequence& find(SequenceId id) const { return *sequences_.find(id.value)->second; }
 
@@ -570,7 +627,7 @@ class CpuBackend final : public Backend {
 
   // totals: none where the caller keeps them.
   void reserve(std::span<const Growth> growths, Totals* totals) {
-    std::vector<Prepared> prepared;
+    std::vector<CompressHeads::Prepared> prepared;
     for (const Growth& growth : growths) {
       const Booking booking(totals, growth.sequence, growth.layer);
       // First, since what a compression leaves of a window keeps its room.
@@ -583,7 +640,7 @@ class CpuBackend final : public Backend {
       const Booking booking(totals, growth.sequence, growth.layer);
       for (HeadStore& store : find(growth.sequence).layers[static_cast<std::size_t>(growth.layer)])
         store.window_scores().settle();
-      commit(prepared[i]);
+      compress_heads_.commit(prepared[i]);
     }
   }
 
@@ -603,75 +660,11 @@ class CpuBackend final : public Backend {
     make_room(layer, step_lengths(heads));
   }
 
-  // A compression that only has to be put in force.
-  struct Prepared {
-    Sequence* sequence = nullptr;
-    bool keeps_room = false;
-    std::vector<HeadCompression> heads;
-    std::vector<std::optional<Window>> windows;
-    std::int64_t added_fast_bytes = 0;
-    // Of each thread.
-    std::vector<float> scratch;
-    std::size_t scratch_size = 0;
-  };
-
-  // Changes nothing that shows. heads: those of whole layers, or none. keeps_room: for tokens to
-  // come.
-  Prepared prepare(Sequence& sequence, std::vector<HeadCompression> heads,
-                   std::span<const TensorView> prompt_queries, bool keeps_room) {
-    const auto store_of = [&](const HeadCompression& head) -> HeadStore& {
-      return sequence.layers[head.layer][head.head];
-    };
-    compressor_.complete(
-        heads,
-        [&](const HeadCompression& head) { return store_of(head).rows(shapes_[head.layer]); },
-        prompt_queries,
-        [this](std::int64_t count, const Compressor::Task& task) {
-          pool_.run(count, [&task](int, std::int64_t i) { task(i); });
-        });
-    std::int64_t largest_dim = 0;
-    Prepared result;
-    for (const HeadCompression& head : heads) {
-      const LayerShape& shape = shapes_[head.layer];
-      HeadStore& store = store_of(head);
-      const SketchShape codes =
-          compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shape);
-      const std::int64_t spare = keeps_room ? store.spare() : 0;
-      make_room(head.layer,
-                {head.end(), store.drawn_residents() + static_cast<std::int64_t>(head.drawn.size()),
-                 store.tokens() - head.end() + spare});
-      result.windows.push_back(store.reserve_compress(shape, codes, head, spare));
-      result.added_fast_bytes += added_fast_bytes(config_, head, codes);
-      largest_dim = std::max(largest_dim, shape.config.key_dim);
-    }
-    result.sequence = &sequence;
-    result.keeps_room = keeps_room;
-    result.scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
-    result.scratch.resize(static_cast<std::size_t>(pool_.size()) * result.scratch_size);
-    result.heads = std::move(heads);
-    return result;
-  }
-
-  void commit(Prepared& prepared) noexcept {
-    const auto store_of = [&](const HeadCompression& head) -> HeadStore& {
-      return prepared.sequence->layers[head.layer][head.head];
-    };
-    pool_.run(static_cast<std::int64_t>(prepared.heads.size()), [&](int worker, std::int64_t i) {
-      HeadCompression& head = prepared.heads[static_cast<std::size_t>(i)];
-      const std::size_t size = prepared.scratch_size;
-      if (!prepared.keeps_room) store_of(head).give_room_up();
-      store_of(head).compress(
-          shapes_[head.layer], kernels_, head,
-          std::move(prepared.windows[static_cast<std::size_t>(i)]),
-          std::span(prepared.scratch).subspan(static_cast<std::size_t>(worker) * size, size));
-    });
-  }
-
   // Decode: the oldest chunks of a local window that has outgrown its size.
-  Prepared prepare_outgrown(const Growth& growth) {
+  CompressHeads::Prepared prepare_outgrown(const Growth& growth) {
     const std::size_t layer = static_cast<std::size_t>(growth.layer);
     Sequence& sequence = find(growth.sequence);
-    if (!sequence.compressed_before[layer]) return {};
+    if (!sequence.compressed_before[layer] || is_pending(sequence, layer)) return {};
     std::vector<HeadStore>& stores = sequence.layers[layer];
     const LayerLengths lengths = lengths_of(stores);
     const std::int64_t outgrown = compressor_.outgrown(layer, lengths);
@@ -681,7 +674,8 @@ class CpuBackend final : public Backend {
       for (std::int64_t i = 0; i < outgrown; ++i)
         score.push_back(store.window_scores().settled_score(i));
     }
-    return prepare(sequence, compressor_.window(sequence.draw, layer, lengths, score), {}, true);
+    return compress_heads_.prepare(
+        sequence.layers, compressor_.window(sequence.draw, layer, lengths, score), {}, true);
   }
 
   CacheConfig config_;
@@ -691,6 +685,12 @@ class CpuBackend final : public Backend {
   std::vector<LayerShape> shapes_;
   // What a step reads of a sequence that has no tokens in a layer; [layer], null where not cached.
   std::vector<std::unique_ptr<HeadStore>> empty_;
+  CompressHeads compress_heads_{config_,
+                                compressor_,
+                                kernels_,
+                                shapes_,
+                                pool_,
+                                [this](std::size_t layer, const StepLengths& lengths) { make_room(layer, lengths); }};
   Workspaces workspaces_;
   // Of workspaces that suffice for all sequences.
   WorkspaceSizes sizes_;

@@ -195,8 +195,8 @@ HeadRows HeadStore::rows(const LayerShape& shape) const {
   return result;
 }
 
-std::optional<Window> HeadStore::reserve_compress(const LayerShape& shape, const SketchShape& codes,
-                                                  const HeadCompression& head, std::int64_t spare) {
+void HeadStore::reserve_sketch(const LayerShape& shape, const SketchShape& codes,
+                               const HeadCompression& head) {
   const std::int64_t begin = compressed_;
   const std::int64_t end = head.end();
   const std::int64_t padded = round_up(end, kSketchGroup);
@@ -219,8 +219,13 @@ std::optional<Window> HeadStore::reserve_compress(const LayerShape& shape, const
   s.drawn.key.reserve_more(drawn);
   s.drawn.value.reserve_more(drawn);
   s.drawn.place.reserve_more(drawn);
+}
+
+std::optional<Window> HeadStore::rest_of_window(const LayerShape& shape,
+                                                const HeadCompression& head,
+                                                std::int64_t spare) const {
   // A fast tier that holds on to the memory of the prefill has saved nothing.
-  const std::int64_t gone = end - begin;
+  const std::int64_t gone = head.end() - compressed_;
   if (gone < window_.key.size() && !window_.key.holds_on(gone)) return std::nullopt;
   Window rest(shape);
   rest.key = window_.key.copy_from(gone, spare);
@@ -228,8 +233,14 @@ std::optional<Window> HeadStore::reserve_compress(const LayerShape& shape, const
   return rest;
 }
 
-void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
-                       std::span<float> scratch) noexcept {
+std::optional<Window> HeadStore::reserve_compress(const LayerShape& shape, const SketchShape& codes,
+                                                  const HeadCompression& head, std::int64_t spare) {
+  reserve_sketch(shape, codes, head);
+  return rest_of_window(shape, head, spare);
+}
+
+void HeadStore::encode_place(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
+                             std::span<float> scratch) noexcept {
   const Rows keys = host_keys(shape);
   const SketchBasis& sketch = basis().sketch;
   const std::span<const float> mean = basis().channel_means;
@@ -252,38 +263,46 @@ void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, std::int
   std::memcpy(sketched_->scale.row(place), &scale, sizeof scale);
 }
 
-void HeadStore::compress(const LayerShape& shape, const Kernels& kernels, HeadCompression& head,
-                         std::optional<Window>&& window, std::span<float> scratch) noexcept {
+void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, HeadCompression& head,
+                       std::span<float> scratch) noexcept {
   Sketched& s = *sketched_;
   const std::int64_t begin = compressed_;
   const std::int64_t end = head.end();
   const std::int64_t padded = round_up(end, kSketchGroup);
-  HeadOrder& order = head.order;
   if (begin == 0) {
     s.basis->sketch = std::move(head.basis);
-    s.basis->directions = std::move(order.directions);
+    s.basis->directions = std::move(head.order.directions);
   }
-  s.position.resize(end);
-  write(s.position, begin, std::span<const std::uint32_t>(order.position));
-  for (const std::uint32_t walk : order.walk_end)
-    s.walk_end.push_back(static_cast<std::uint32_t>(begin) + walk);
-
+  write(s.position, begin, std::span<const std::uint32_t>(head.order.position));
   // Kernels read whole groups.
   const auto pad = [&](PagedRows& rows) {
-    rows.resize(padded);
     for (std::int64_t i = end; i < padded; ++i) std::memset(rows.row(i), 0, sizeof(Positive16));
   };
   pad(s.odds);
   write(s.odds, begin, std::span<const Positive16>(head.odds));
+  if (!has_codes(shape.sketch.kind)) return;
+  for (std::int64_t g = round_up(begin, kSketchGroup) / kSketchGroup; g < padded / kSketchGroup;
+       ++g)
+    std::memset(s.codes.row(g), 0, bytes(s.codes.row_bytes()));
+  pad(s.scale);
+  // Any centre is allowed (softmax does not see it), so it is fixed at the first compression.
+  if (begin == 0) column_means(host_keys(shape), head.first_tokens, s.basis->channel_means);
+  for (std::int64_t i = begin; i < end; ++i) encode_place(shape, kernels, i, scratch);
+}
+
+void HeadStore::apply(const LayerShape& shape, const HeadCompression& head,
+                      std::optional<Window>&& window) noexcept {
+  Sketched& s = *sketched_;
+  const std::int64_t begin = compressed_;
+  const std::int64_t end = head.end();
+  const std::int64_t padded = round_up(end, kSketchGroup);
+  s.position.resize(end);
+  for (const std::uint32_t walk : head.order.walk_end)
+    s.walk_end.push_back(static_cast<std::uint32_t>(begin) + walk);
+  s.odds.resize(padded);
   if (has_codes(shape.sketch.kind)) {
-    const std::int64_t groups = s.codes.size();
     s.codes.resize(padded / kSketchGroup);
-    for (std::int64_t g = groups; g < s.codes.size(); ++g)
-      std::memset(s.codes.row(g), 0, bytes(s.codes.row_bytes()));
-    pad(s.scale);
-    // Any centre is allowed (softmax does not see it), so it is fixed at the first compression.
-    if (begin == 0) column_means(host_keys(shape), head.first_tokens, s.basis->channel_means);
-    for (std::int64_t i = begin; i < end; ++i) encode(shape, kernels, i, scratch);
+    s.scale.resize(padded);
   }
   if (shape.clusters) take_clusters(head.clusters, end);
   add_drawn(shape, head.drawn, s.drawn);
@@ -296,6 +315,12 @@ void HeadStore::compress(const LayerShape& shape, const Kernels& kernels, HeadCo
   }
   scores_.drop_front(end - begin, spare());
   compressed_ = end;
+}
+
+void HeadStore::compress(const LayerShape& shape, const Kernels& kernels, HeadCompression& head,
+                         std::optional<Window>&& window, std::span<float> scratch) noexcept {
+  encode(shape, kernels, head, scratch);
+  apply(shape, head, std::move(window));
 }
 
 // The first of them may have begun before.

@@ -218,6 +218,18 @@ class HeadStore {
   // Compresses positions [compressed, head.end()); takes basis and order out of `head`. The keys'
   // centre is that of the first head.first_tokens, at a first compression.
   // scratch: twice key_dim rounded up to 16, in floats.
+  //
+  // Both in two parts each: reserve_sketch and encode write behind what is there, where nothing is looked
+  // at, until the sketch is next shared or written; tokens may come in between. rest_of_window and apply
+  // do the rest.
+  void reserve_sketch(const LayerShape& shape, const SketchShape& codes,
+                      const HeadCompression& head);
+  void encode(const LayerShape& shape, const Kernels& kernels, HeadCompression& head,
+              std::span<float> scratch) noexcept;
+  std::optional<Window> rest_of_window(const LayerShape& shape, const HeadCompression& head,
+                                       std::int64_t spare) const;
+  void apply(const LayerShape& shape, const HeadCompression& head,
+             std::optional<Window>&& window) noexcept;
   void compress(const LayerShape& shape, const Kernels& kernels, HeadCompression& head,
                 std::optional<Window>&& window, std::span<float> scratch) noexcept;
   // The residents where `drawn`, ascending, are those of the compressed part; take puts them in
@@ -251,8 +263,8 @@ class HeadStore {
            (place & (kBlockTokens - 1));
   }
   void restore_sketch(const LayerShape& shape, SavedReader& reader, const SavedCounts& counts);
-  void encode(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
-              std::span<float> scratch) noexcept;
+  void encode_place(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
+                    std::span<float> scratch) noexcept;
   void take_clusters(const Clusters& clusters, std::int64_t end) noexcept;
   void add_drawn(const LayerShape& shape, std::span<const std::uint32_t> places,
                  Drawn& drawn) const noexcept;

@@ -81,7 +81,7 @@ HeadStore HeadStore::shortened(const LayerShape& shape, const Kernels& kernels,
     std::vector<float> scratch(
         static_cast<std::size_t>(2 * round_up(shape.config.key_dim, kLanes)));
     for (std::int64_t place = 0; place < tokens; ++place)
-      result.encode(shape, kernels, place, scratch);
+      result.encode_place(shape, kernels, place, scratch);
   }
   if (shape.clusters) {
     s.centroid.reserve(0, clusters_of(tokens));

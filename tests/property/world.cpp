@@ -374,8 +374,23 @@ void World::compress() {
   for (const Scores& one : scores) importance.push_back(one.view());
   std::vector<TensorView> prompt;
   for (const Block& one : queries) prompt.push_back(one.view());
-  say(member.name);
-  if (attempt([&] { cache_->compress(member.id, importance, prompt); })) {
+  // Of a reservation and of a limit slices make something else.
+  const bool in_slices = !config_.fast_bytes_limit && !config_.host_bytes_limit &&
+                         !member.reserved && random_.below(2) == 0;
+  const std::int64_t heads = 1 + static_cast<std::int64_t>(random_.below(5));
+  say(member.name, in_slices ? " in slices" : "");
+  const auto call = [&] {
+    if (!in_slices) return cache_->compress(member.id, importance, prompt);
+    std::int64_t left = cache_->begin_compress(member.id, importance, prompt);
+    while (left > 0) {
+      try {
+        left = cache_->continue_compress(member.id, heads);
+      } catch (const std::bad_alloc&) {
+        allowed = -1;  // it goes on where it was
+      }
+    }
+  };
+  if (attempt(call)) {
     member.twin->compress(scores, queries);
     member.reserved = false;
   }
