@@ -308,6 +308,12 @@ class CudaBackend final : public Backend {
             std::byte*) const override {
     not_served("read");
   }
+  void move(SequenceId, std::int64_t, std::int64_t, const TensorView&,
+            const TensorView&) override {
+    not_served("move");
+  }
+  std::int64_t changed_row(SequenceId, std::int64_t) const override { not_served("changed_row"); }
+  bool takes_lists() const override { return false; }
   void require_saving() const override { not_served("save and restore"); }
   void save(SequenceId, SavedWriter&) const override { require_saving(); }
   void restore(SequenceId, SavedReader&) override { require_saving(); }

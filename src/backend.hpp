@@ -92,6 +92,14 @@ class Backend {
   // All or nothing; each sequence at most once. Throws InvalidArgument on a number that is not
   // finite or does not fit the storage type. totals: told of all that changes.
   virtual void append(std::int64_t layer, std::span<const AppendPart> parts, Totals& totals) = 0;
+  // Of HostTier::engine: tokens from `first` on are at these addresses now; numbers are checked as by
+  // append.
+  virtual void move(SequenceId sequence, std::int64_t layer, std::int64_t first,
+                    const TensorView& keys, const TensorView& values) = 0;
+  // The first compressed token whose resident is not the row of the host tier; -1: none.
+  virtual std::int64_t changed_row(SequenceId sequence, std::int64_t layer) const = 0;
+  // Whether views of keys and values may list their rows.
+  virtual bool takes_lists() const { return true; }
   // Keeps the first `tokens`, not fewer than are compressed nor more than there are.
   virtual void truncate(SequenceId sequence, std::int64_t layer, std::int64_t tokens) = 0;
   // Keeps the first `tokens`, fewer than are compressed, in these layers. All or nothing. false:

@@ -32,6 +32,7 @@ verkv_memory_report to_c(const MemoryReport& report) noexcept {
   c.reserved_bytes = report.reserved_bytes;
   c.pageable_bytes = report.pageable_bytes;
   c.shared_bytes = report.shared_bytes;
+  c.engine_bytes = report.engine_bytes;
   return c;
 }
 
@@ -313,9 +314,24 @@ verkv_code verkv_batch_append(verkv_cache* cache, int64_t layer, const verkv_app
                               verkv_error* error) {
   return c_face::guarded(error, [&] {
     const auto c = c_face::taken(batch, verkv_append_batch{}, "verkv_append_batch");
-    c_face::manager(cache).append(
-        layer, verkv::AppendBatch{c_face::sequences(c.sequences, c.rows),
-                                  c_face::view(c.keys, "keys"), c_face::view(c.values, "values")});
+    verkv::AppendBatch to{c_face::sequences(c.sequences, c.rows), c_face::view(c.keys, "keys"),
+                          c_face::view(c.values, "values")};
+    to.keys.rows = c.key_rows;
+    to.values.rows = c.value_rows;
+    c_face::manager(cache).append(layer, to);
+  });
+}
+
+verkv_code verkv_move(verkv_cache* cache, int64_t sequence, int64_t layer, int64_t first,
+                      const verkv_tensor_view* keys, const verkv_tensor_view* values,
+                      const void* const* key_rows, const void* const* value_rows,
+                      verkv_error* error) {
+  return c_face::guarded(error, [&] {
+    verkv::TensorView k = c_face::view(keys, "keys");
+    verkv::TensorView v = c_face::view(values, "values");
+    k.rows = key_rows;
+    v.rows = value_rows;
+    c_face::manager(cache).move(SequenceId{sequence}, layer, first, k, v);
   });
 }
 
@@ -425,6 +441,13 @@ verkv_code verkv_prometheus_text(const verkv_cache* cache, char* text, size_t by
                                  verkv_error* error) {
   return c_face::text_result(text, bytes, length, error,
                              [&] { return verkv::prometheus_text(c_face::manager(cache)); });
+}
+
+verkv_code verkv_changed_row(const verkv_cache* cache, int64_t sequence, int64_t layer,
+                             int64_t* token, verkv_error* error) {
+  return c_face::number(token, "where the token goes", error, [&] {
+    return c_face::manager(cache).changed_row(SequenceId{sequence}, layer);
+  });
 }
 
 verkv_code verkv_redraw(verkv_cache* cache, int64_t sequence, uint64_t draw, verkv_error* error) {

@@ -46,7 +46,7 @@ std::int32_t number(Enumeration value) noexcept {
 
 // unsupported_reasons judges the rest.
 template <class Enumeration>
-Enumeration enumerator(std::int32_t value, const char* what) {
+Enumeration enumerator(std::int64_t value, const char* what) {
   if (value < 0 || value > std::numeric_limits<std::underlying_type_t<Enumeration>>::max())
     invalid(ErrorCode::setting, "{} {}; not a value of its enumeration", what, value);
   return static_cast<Enumeration>(value);
@@ -243,6 +243,7 @@ verkv_cache_config to_c(const CacheConfig& config) noexcept {
   c.study_vector_code = config.study.vector_code;
   c.study_probability = optional(config.study.probability);
   c.study_cap = optional(config.study.cap);
+  c.host = number(config.host);
   return c;
 }
 
@@ -277,6 +278,7 @@ CacheConfig cache_config(const verkv_cache_config* from) {
   config.study.vector_code = c.study_vector_code != 0;
   config.study.probability = from_c(c.study_probability);
   config.study.cap = from_c(c.study_cap);
+  config.host = enumerator<HostTier>(c.host, "host tier");
   return config;
 }
 

@@ -330,6 +330,8 @@ std::int64_t added_fast_bytes(const CacheConfig& config, const HeadCompression& 
   const LayerConfig& layer = config.layers[head.layer];
   const std::int64_t element = static_cast<std::int64_t>(size_bytes(config.storage));
   const std::int64_t row = (layer.key_dim + layer.value_dim) * element;
+  // The engine's rows are read where they are.
+  const std::int64_t window_row = config.host == HostTier::engine ? 0 : row;
   const auto in_groups = [](std::int64_t count) {
     return (count + kSketchGroup - 1) / kSketchGroup * kSketchGroup;
   };
@@ -337,7 +339,8 @@ std::int64_t added_fast_bytes(const CacheConfig& config, const HeadCompression& 
   const std::int64_t padded = in_groups(head.end()) - in_groups(head.begin);
   const std::int64_t drawn = static_cast<std::int64_t>(head.drawn.size());
   std::int64_t added = drawn * (row + static_cast<std::int64_t>(sizeof(std::uint32_t))) +
-                       padded * metadata - (head.end() - head.begin) * (row + kWindowScoreBytes);
+                       padded * metadata -
+                       (head.end() - head.begin) * (window_row + kWindowScoreBytes);
   if (has_codes(codes.kind)) {
     added += padded * metadata + code_storage_bytes(codes, head.end()) -
              code_storage_bytes(codes, head.begin);

@@ -77,6 +77,10 @@ struct KvCacheManager::Impl final : Totals {
     return result;
   }
 
+  TokenRules token_rules(std::int64_t index) const {
+    return {layer(index), config, backend->takes_lists()};
+  }
+
   static bool compressible(const LayerConfig& l) { return l.cached && !l.dense; }
 
   // Calls f(sequence, layer) for the layers that are cached.
@@ -122,8 +126,10 @@ struct KvCacheManager::Impl final : Totals {
     const LayerConfig& l = config.layers[static_cast<std::size_t>(layer)];
     const std::int64_t rows = count * l.kv_heads;
     Bytes bytes;
-    bytes.host =
-        rows * (l.key_dim + l.value_dim) * static_cast<std::int64_t>(size_bytes(config.storage));
+    if (config.host == HostTier::own) {
+      bytes.host =
+          rows * (l.key_dim + l.value_dim) * static_cast<std::int64_t>(size_bytes(config.storage));
+    }
     bytes.fast = bytes.host + rows * kWindowMetadataBytes;
     if (count > 0 && backend->scores_window(id, layer)) {
       const std::int64_t window =
@@ -164,6 +170,13 @@ struct KvCacheManager::Impl final : Totals {
         ErrorCode::token_limit, {.layer = layer});
   }
 
+  void check_range(SequenceId id, std::int64_t layer, std::int64_t first,
+                   std::int64_t count) const {
+    const std::int64_t held_now = backend->tokens(id, layer);
+    if (first < 0 || count < 0 || first > held_now || count > held_now - first)
+      invalid("{} tokens from token {} on; the layer has {}", count, first, held_now);
+  }
+
   // Calls f(sequence, row, rows) for the runs of consecutive rows of one sequence. Throws
   // InvalidArgument on a sequence that is unknown or has two runs.
   template <class F>
@@ -194,7 +207,11 @@ struct KvCacheManager::Impl final : Totals {
     each_run(batch.sequences, [&](SequenceId id, std::int64_t row, std::int64_t count) {
       AppendPart part{id, batch.keys, batch.values};
       for (TensorView* view : {&part.keys, &part.values}) {
-        view->data = view->row(row, 0);
+        if (view->rows != nullptr) {
+          view->rows += row;
+        } else {
+          view->data = view->row(row, 0);
+        }
         view->tokens = count;
       }
       part.row = row;
@@ -233,7 +250,7 @@ struct KvCacheManager::Impl final : Totals {
       wanted.add(bytes_of(part.sequence, layer, part.keys.tokens));
       freed.add(promise(part.sequence, layer));
     }
-    if (wanted.host > 0) check_limits(wanted, freed);
+    if (wanted.fast > 0) check_limits(wanted, freed);
     backend->append(layer, all, *this);
   }
 
@@ -442,7 +459,7 @@ void KvCacheManager::append(SequenceId sequence, std::int64_t layer_index, const
                             const TensorView& values) try {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
-  check_tokens(keys, values, impl_->layer(layer_index));
+  check_tokens(keys, values, impl_->token_rules(layer_index));
   if (keys.tokens == 0) return;
   AppendPart part{sequence, keys, values};
   impl_->append(layer_index, std::span(&part, 1));
@@ -453,12 +470,33 @@ void KvCacheManager::append(SequenceId sequence, std::int64_t layer_index, const
 
 void KvCacheManager::append(std::int64_t layer_index, const AppendBatch& batch) try {
   const std::lock_guard lock(impl_->mutex);
-  check_batch(batch, impl_->layer(layer_index));
+  check_batch(batch, impl_->token_rules(layer_index));
   impl_->cut_into_parts(batch);
   impl_->append(layer_index, impl_->parts);
 } catch (Error& error) {
   error.add_place({.layer = layer_index});
   throw;
+}
+
+void KvCacheManager::move(SequenceId sequence, std::int64_t layer, std::int64_t first,
+                          const TensorView& keys, const TensorView& values) try {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->find(sequence);
+  check_tokens(keys, values, impl_->token_rules(layer));
+  if (impl_->config.host != HostTier::engine)
+    invalid(ErrorCode::wrong_backend, {}, "move: the host tier is the cache's own");
+  impl_->check_range(sequence, layer, first, keys.tokens);
+  if (keys.tokens > 0) impl_->backend->move(sequence, layer, first, keys, values);
+} catch (Error& error) {
+  error.add_place({.layer = layer});
+  throw;
+}
+
+std::int64_t KvCacheManager::changed_row(SequenceId sequence, std::int64_t layer) const {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->find(sequence);
+  impl_->layer(layer);
+  return impl_->backend->changed_row(sequence, layer);
 }
 
 void KvCacheManager::reserve(SequenceId id, std::int64_t tokens) {
@@ -582,7 +620,7 @@ void KvCacheManager::step(std::int64_t layer_index, const TensorView& keys,
   const LayerConfig& layer = impl_->layer(layer_index);
   check_batch(batch, layer);
   const AppendBatch appended{batch.sequences, keys, values};
-  check_batch(appended, layer);
+  check_batch(appended, impl_->token_rules(layer_index));
   impl_->backend->prepare_attend(batch);
   impl_->cut_into_parts(appended);
   impl_->append(layer_index, impl_->parts);
@@ -608,6 +646,10 @@ SequenceId KvCacheManager::restore(const ReadBytes& read) {
   const std::lock_guard lock(impl_->mutex);
   if (!read) invalid(ErrorCode::shape, "restore is given no function to read with");
   impl_->backend->require_saving();
+  if (impl_->config.host == HostTier::engine) {
+    invalid(ErrorCode::wrong_backend, {},
+            "restore: the rows of this cache are the engine's, and what is saved has others");
+  }
   SavedReader reader(read);
   check_head(reader, impl_->config);
   const TierBytes before{impl_->total.host_bytes, impl_->total.fast_bytes()};
@@ -631,10 +673,7 @@ void KvCacheManager::read(SequenceId sequence, std::int64_t layer, std::int64_t 
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   const LayerConfig& shape = impl_->layer(layer);
-  const std::int64_t held = impl_->backend->tokens(sequence, layer);
-  if (first < 0 || count < 0 || first > held || count > held - first) {
-    invalid("{} tokens from token {} on; the layer has {}", count, first, held);
-  }
+  impl_->check_range(sequence, layer, first, count);
   const auto check_size = [&](const char* what, std::span<std::byte> to, std::int64_t dim) {
     const std::int64_t wanted =
         count * shape.kv_heads * dim * static_cast<std::int64_t>(size_bytes(impl_->config.storage));

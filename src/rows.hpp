@@ -1,4 +1,4 @@
-// Rows of keys or values, contiguous or in pages: what kernels, stores and calibration read.
+// Rows of keys or values, contiguous, in pages or anywhere: what kernels, stores and calibration read.
 #ifndef VERKV_SRC_ROWS_HPP
 #define VERKV_SRC_ROWS_HPP
 
@@ -18,6 +18,7 @@ inline constexpr std::int64_t kPageRows = std::int64_t{1} << kPageShift;
 // Row i starts at element i * stride of `data` and has `dim` elements.
 // In pages: row i is row (first + i) % kPageRows of page (first + i) / kPageRows, and starts
 // `offset` elements after the start of that row; `data` is not used.
+// Listed: row i starts `offset` elements after list[first + i]; `data` and `stride` are not used.
 struct Rows {
   const void* data = nullptr;
   DType type = DType::f16;
@@ -26,12 +27,14 @@ struct Rows {
   const std::byte* const* pages = nullptr;  // null: contiguous
   std::int64_t first = 0;
   std::int64_t offset = 0;
+  const std::byte* const* list = nullptr;  // null: not listed
 };
 
 // Addresses of rows of T: one type for each way in which rows lie, so that a loop over rows has no
-// branch for it.
+// branch for it. kAnywhere: the machine does not load the next row ahead by itself.
 template <class T>
 struct ContiguousRows {
+  static constexpr bool kAnywhere = false;
   const T* data;
   std::int64_t stride;
   const T* operator()(std::int64_t i) const { return data + i * stride; }
@@ -40,6 +43,7 @@ struct ContiguousRows {
 };
 template <class T>
 struct PagedRowsOf {
+  static constexpr bool kAnywhere = false;
   const std::byte* const* pages;
   std::int64_t stride;
   std::int64_t first;
@@ -53,6 +57,13 @@ struct PagedRowsOf {
     return kPageRows - ((first + i) & (kPageRows - 1));
   }
 };
+template <class T>
+struct ListedRows {
+  static constexpr bool kAnywhere = true;
+  const std::byte* const* list;
+  std::int64_t offset;
+  const T* operator()(std::int64_t i) const { return reinterpret_cast<const T*>(list[i]) + offset; }
+};
 
 template <class T>
 ContiguousRows<T> contiguous(const Rows& rows) {
@@ -62,11 +73,16 @@ template <class T>
 PagedRowsOf<T> paged(const Rows& rows) {
   return {rows.pages, rows.stride, rows.first, rows.offset};
 }
+template <class T>
+ListedRows<T> listed(const Rows& rows) {
+  return {rows.list + rows.first, rows.offset};
+}
 
 // Address of a row, for what reads few of them.
 template <class T>
 const T* row_of(const Rows& rows, std::int64_t row) {
-  return rows.pages != nullptr ? paged<T>(rows)(row) : contiguous<T>(rows)(row);
+  if (rows.pages != nullptr) return paged<T>(rows)(row);
+  return rows.list != nullptr ? listed<T>(rows)(row) : contiguous<T>(rows)(row);
 }
 
 // Coordinate j of a row.

@@ -161,6 +161,7 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
     if (config.layers[i].cached) check_layer(i, config.layers[i], reasons);
   }
   check_storage(config.storage, reasons);
+  reasons.add_unless_known("host tier", config.host);
   if (!(config.keep > 0 && config.keep <= 1))
     reasons.add("keep {}; must lie in (0, 1]", config.keep);
   check_fetch(config.fetch, reasons);

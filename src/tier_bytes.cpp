@@ -19,6 +19,7 @@ void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign) {
   to.reserved_bytes += sign * one.reserved_bytes;
   to.pageable_bytes += sign * one.pageable_bytes;
   to.shared_bytes += sign * one.shared_bytes;
+  to.engine_bytes += sign * one.engine_bytes;
 }
 
 void check_tiers(const CacheConfig& config, const TierBytes& held, const TierBytes& kept,

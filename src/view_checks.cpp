@@ -20,7 +20,8 @@ bool rows_are_disjoint(const TensorView& view) {
     std::uint64_t count = 1;
     std::uint64_t stride = 0;
   };
-  Axis inner{magnitude(view.tokens), magnitude(view.token_stride)};
+  // Of listed rows only the heads are looked at.
+  Axis inner{view.rows != nullptr ? 1 : magnitude(view.tokens), magnitude(view.token_stride)};
   Axis outer{magnitude(view.heads), magnitude(view.head_stride)};
   // The stride of an axis with one element is never used.
   if (outer.count == 1 || (inner.count > 1 && inner.stride > outer.stride)) std::swap(inner, outer);
@@ -33,11 +34,24 @@ bool rows_are_disjoint(const TensorView& view) {
 }
 
 // Whether a view has been left out.
-bool is_empty(const TensorView& view) { return view.data == nullptr && view.tokens == 0; }
+bool is_empty(const TensorView& view) {
+  return view.data == nullptr && view.rows == nullptr && view.tokens == 0;
+}
 
-}  // namespace
+// row: of a list; -1: of all rows.
+void check_address(const char* what, const TensorView& view, const void* data, std::int64_t row) {
+  const ErrorPlace place{.token = row};
+  if (data == nullptr)
+    invalid(ErrorCode::shape, place, "{}: null data for {} tokens", what, view.tokens);
+  const std::size_t off = reinterpret_cast<std::uintptr_t>(data) % size_bytes(view.type);
+  if (off == 0) return;
+  invalid(ErrorCode::shape, place,
+          "{}: data {} bytes past a multiple of {}, the size of an {} element", what, off,
+          size_bytes(view.type), name(view.type));
+}
 
-void check_rows(const char* what, const TensorView& view, std::int64_t heads, std::int64_t dim) {
+void check_any_rows(const char* what, const TensorView& view, std::int64_t heads,
+                    std::int64_t dim) {
   if (!is_known(view.type)) {
     invalid("{}: element type {}; f32, f16 and bf16 are supported", what,
             static_cast<int>(view.type));
@@ -53,13 +67,45 @@ void check_rows(const char* what, const TensorView& view, std::int64_t heads, st
         "make rows share memory; the smaller must span a row, the larger all rows of the smaller",
         what, view.token_stride, view.head_stride, view.tokens, view.heads, view.dim);
   }
-  if (view.data == nullptr) invalid("{}: null data for {} tokens", what, view.tokens);
-  const std::size_t element = size_bytes(view.type);
-  const std::size_t off = reinterpret_cast<std::uintptr_t>(view.data) % element;
-  if (off != 0) {
-    invalid("{}: data {} bytes past a multiple of {}, the size of an {} element", what, off,
-            element, name(view.type));
+  if (view.rows == nullptr) check_address(what, view, view.data, -1);
+}
+
+// Rows of no sequence may have any address.
+void check_list(const char* what, const TensorView& view, std::span<const SequenceId> sequences) {
+  if (view.rows == nullptr) return;
+  for (std::int64_t t = 0; t < view.tokens; ++t) {
+    if (!sequences.empty() && sequences[static_cast<std::size_t>(t)] == kNoSequence) continue;
+    check_address(what, view, view.rows[t], t);
   }
+}
+
+void check_counts(const TensorView& keys, const TensorView& values) {
+  if (keys.tokens != values.tokens)
+    invalid("{} tokens of keys but {} of values", keys.tokens, values.tokens);
+}
+
+void check_shapes(const TensorView& keys, const TensorView& values, const TokenRules& rules) {
+  const auto check = [&](const char* what, const TensorView& view, std::int64_t dim) {
+    check_any_rows(what, view, rules.layer.kv_heads, dim);
+    if (view.rows != nullptr && !rules.lists)
+      invalid(ErrorCode::wrong_backend, {}, "{}: listed rows; a device takes none", what);
+    if (rules.config.host == HostTier::engine && view.type != rules.config.storage) {
+      invalid(
+          "{}: {}; rows of the engine are read where they are, so they must be {}, the storage "
+          "type",
+          what, name(view.type), name(rules.config.storage));
+    }
+  };
+  check("keys", keys, rules.layer.key_dim);
+  check("values", values, rules.layer.value_dim);
+  check_counts(keys, values);
+}
+
+}  // namespace
+
+void check_rows(const char* what, const TensorView& view, std::int64_t heads, std::int64_t dim) {
+  if (view.rows != nullptr) invalid("{}: listed rows; only keys and values may have them", what);
+  check_any_rows(what, view, heads, dim);
 }
 
 void check_importance(std::size_t i, const ImportanceView& view, const LayerConfig& layer,
@@ -87,16 +133,23 @@ void check_importance(std::size_t i, const ImportanceView& view, const LayerConf
 void check_tokens(const TensorView& keys, const TensorView& values, const LayerConfig& layer) {
   check_rows("keys", keys, layer.kv_heads, layer.key_dim);
   check_rows("values", values, layer.kv_heads, layer.value_dim);
-  if (keys.tokens != values.tokens)
-    invalid("{} tokens of keys but {} of values", keys.tokens, values.tokens);
+  check_counts(keys, values);
 }
 
-void check_batch(const AppendBatch& batch, const LayerConfig& layer) {
+void check_tokens(const TensorView& keys, const TensorView& values, const TokenRules& rules) {
+  check_shapes(keys, values, rules);
+  check_list("keys", keys, {});
+  check_list("values", values, {});
+}
+
+void check_batch(const AppendBatch& batch, const TokenRules& rules) {
   const std::int64_t rows = static_cast<std::int64_t>(batch.sequences.size());
   if (rows == 0 && is_empty(batch.keys) && is_empty(batch.values)) return;
-  check_tokens(batch.keys, batch.values, layer);
+  check_shapes(batch.keys, batch.values, rules);
   if (batch.keys.tokens != rows)
     invalid("keys and values of {} rows for {} sequences", batch.keys.tokens, rows);
+  check_list("keys", batch.keys, batch.sequences);
+  check_list("values", batch.values, batch.sequences);
 }
 
 void check_batch(const AttendBatch& batch, const LayerConfig& layer) {

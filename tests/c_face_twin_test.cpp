@@ -43,6 +43,8 @@ static_assert(VERKV_ESTIMATOR_PLAIN == number(Estimator::plain) &&
               VERKV_ESTIMATOR_CLUSTERS == number(Estimator::clusters));
 static_assert(VERKV_FETCH_ORDER_WORTH == number(FetchOrder::worth) &&
               VERKV_FETCH_ORDER_EXACT == number(FetchOrder::exact));
+static_assert(VERKV_HOST_TIER_OWN == number(HostTier::own) &&
+              VERKV_HOST_TIER_ENGINE == number(HostTier::engine));
 static_assert(VERKV_ROW_STATUS_ANSWERED == number(RowStatus::answered) &&
               VERKV_ROW_STATUS_BAD_QUERY == number(RowStatus::bad_query));
 static_assert(VERKV_ERROR_SETTING == number(ErrorCode::setting) &&
@@ -82,6 +84,7 @@ TEST_CASE("no enumerator is without its twin in C") {
   };
   CHECK(reasons([](auto&) {}) == 0);
   CHECK(reasons([](auto& c) { c.storage = static_cast<DType>(VERKV_DTYPE_BF16 + 1); }) > 0);
+  CHECK(reasons([](auto& c) { c.host = static_cast<HostTier>(VERKV_HOST_TIER_ENGINE + 1); }) > 0);
   CHECK(reasons([](auto& c) { c.pool = static_cast<Pool>(VERKV_POOL_SEQUENCE + 1); }) > 0);
   CHECK(reasons([](auto& c) {
           c.sketch.kind = static_cast<SketchKind>(VERKV_SKETCH_KIND_CALIBRATED + 1);
@@ -134,13 +137,14 @@ void check_same(const verkv_layer_config& c, const LayerConfig& x) {
 }
 
 void check_same(const verkv_cache_config& c, const CacheConfig& x) {
-  const auto& [layers, storage, keep, fetch, fast_limit, host_limit, local, sinks, chunk, from,
-               pool, sketch, seed, threads, executor, study] = x;
+  const auto& [layers, storage, host, keep, fetch, fast_limit, host_limit, local, sinks, chunk,
+               from, pool, sketch, seed, threads, executor, study] = x;
   const auto& [mode, risk, epsilon, delta, limit] = fetch;
   const auto& [kind, bits] = sketch;
   const auto& [select, estimator, floor, order, probability, cap, vector_code] = study;
   CHECK(same(c.layer_count, layers.size()));
   CHECK(same(c.storage, storage));
+  CHECK(same(c.host, host));
   CHECK(same(c.keep, keep));
   CHECK(same(c.fast_bytes_limit, fast_limit));
   CHECK(same(c.host_bytes_limit, host_limit));
@@ -175,6 +179,7 @@ CacheConfig odd_config() {
   CacheConfig config;
   config.layers = {odd_layer(), odd_layer(), {}};
   config.storage = DType::bf16;
+  config.host = HostTier::engine;
   config.keep = 0.3;
   config.fetch = {FetchMode::always, 0.01, 0.02, 0.03, 4};
   config.fast_bytes_limit = 500;
@@ -213,13 +218,14 @@ TEST_CASE("settings go to C and back as they are") {
 
 TEST_CASE("reports go to C as they are") {
   MemoryReport memory;
-  auto& [resident, sketch, metadata, host, basis, workspace, reserved, pageable, shared] = memory;
+  auto& [resident, sketch, metadata, host, basis, workspace, reserved, pageable, shared, engine] =
+      memory;
   std::int64_t next = 1;
-  for (std::int64_t* field :
-       {&resident, &sketch, &metadata, &host, &basis, &workspace, &reserved, &pageable, &shared})
+  for (std::int64_t* field : {&resident, &sketch, &metadata, &host, &basis, &workspace, &reserved,
+                              &pageable, &shared, &engine})
     *field = next++;
   const auto [size, c_resident, c_sketch, c_metadata, c_host, c_basis, c_workspace, c_reserved,
-              c_pageable, c_shared] = c_face::to_c(memory);
+              c_pageable, c_shared, c_engine] = c_face::to_c(memory);
   CHECK(c_resident == memory.resident_bytes);
   CHECK(c_sketch == memory.sketch_bytes);
   CHECK(c_metadata == memory.metadata_bytes);
@@ -229,6 +235,7 @@ TEST_CASE("reports go to C as they are") {
   CHECK(c_reserved == memory.reserved_bytes);
   CHECK(c_pageable == memory.pageable_bytes);
   CHECK(c_shared == memory.shared_bytes);
+  CHECK(c_engine == memory.engine_bytes);
 
   LayerStatistics s;
   auto& [steps, decisions, certified, enlarged, fetching, planned, fetched, moved, moved_bytes,
@@ -282,7 +289,9 @@ TEST_CASE("keep for a share of bytes is that of C++") {
 }
 
 verkv_tensor_view twin(const TensorView& view) {
-  const auto& [data, type, tokens, heads, dim, token_stride, head_stride] = view;
+  // Lists of rows stand beside a view in C.
+  const auto& [data, type, tokens, heads, dim, token_stride, head_stride, rows] = view;
+  REQUIRE(rows == nullptr);
   return {data, static_cast<std::int64_t>(type), tokens, heads, dim, token_stride, head_stride};
 }
 
@@ -398,6 +407,67 @@ TEST_CASE("a sequence in C and one in C++ give the same bits") {
     moved += moved_tokens;
   }
   CHECK(moved > 0);
+}
+
+TEST_CASE("an engine's rows are listed, moved and compared through C") {
+  constexpr std::int64_t tokens = 40, dim = 8;
+  verkv_layer_config layer = c_face::to_c(LayerConfig{1, 1, dim, dim});
+  verkv_cache_config config = c_face::to_c(CacheConfig{});
+  config.layers = &layer;
+  config.layer_count = 1;
+  config.storage = VERKV_DTYPE_F32;
+  config.host = VERKV_HOST_TIER_ENGINE;
+  config.local_tokens = 4;
+  config.compress_from = {1, 0};
+  verkv_cache* cache = nullptr;
+  REQUIRE(verkv_make_cpu_cache(&config, &cache, nullptr) == VERKV_OK);
+  const std::unique_ptr<verkv_cache, void (*)(verkv_cache*)> owner(cache, verkv_destroy);
+  std::int64_t id = -1;
+  REQUIRE(verkv_create_sequence(cache, &id, nullptr) == VERKV_OK);
+  reference::Random random(2);
+  std::vector<float> memory(2 * tokens * dim);
+  for (float& x : memory) x = static_cast<float>(random.normal());
+  // Backwards.
+  std::vector<const void*> keys, values;
+  for (std::int64_t t = tokens; t-- > 0;) {
+    keys.push_back(memory.data() + t * dim);
+    values.push_back(memory.data() + (tokens + t) * dim);
+  }
+  verkv_tensor_view shape = twin(token_major(nullptr, DType::f32, tokens, 1, dim));
+  const std::vector<std::int64_t> rows(tokens, id);
+  verkv_append_batch batch = {};
+  batch.size = sizeof(batch);
+  batch.sequences = rows.data();
+  batch.rows = tokens;
+  batch.keys = batch.values = shape;
+  REQUIRE(verkv_batch_append(cache, 0, &batch, nullptr) == VERKV_ERROR_SHAPE);
+  batch.key_rows = keys.data();
+  batch.value_rows = values.data();
+  REQUIRE(verkv_batch_append(cache, 0, &batch, nullptr) == VERKV_OK);
+  const std::vector<float> scores(tokens, 1);
+  const verkv_importance_view importance{scores.data(), 1, tokens, tokens};
+  REQUIRE(verkv_compress(cache, id, &importance, 1, nullptr, 0, nullptr) == VERKV_OK);
+  std::int64_t row = 0;
+  REQUIRE(verkv_changed_row(cache, id, 0, &row, nullptr) == VERKV_OK);
+  CHECK(row == -1);
+  const std::vector<float> copy = memory;
+  std::fill(memory.begin(), memory.end(), 7.0f);
+  REQUIRE(verkv_changed_row(cache, id, 0, &row, nullptr) == VERKV_OK);
+  CHECK(row == 0);  // a sink
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    keys[static_cast<std::size_t>(t)] = copy.data() + (tokens - 1 - t) * dim;
+    values[static_cast<std::size_t>(t)] = copy.data() + (2 * tokens - 1 - t) * dim;
+  }
+  REQUIRE(verkv_move(cache, id, 0, 1, &shape, &shape, keys.data(), values.data(), nullptr) ==
+          VERKV_ERROR_SHAPE);
+  REQUIRE(verkv_move(cache, id, 0, 0, &shape, &shape, keys.data(), values.data(), nullptr) ==
+          VERKV_OK);
+  REQUIRE(verkv_changed_row(cache, id, 0, &row, nullptr) == VERKV_OK);
+  CHECK(row == -1);
+  verkv_memory_report report = {};
+  report.size = sizeof(report);
+  REQUIRE(verkv_memory(cache, &report, nullptr) == VERKV_OK);
+  CHECK(report.engine_bytes == 2 * tokens * dim * 4);
 }
 
 // What throws, and what no error of the library is.

@@ -259,6 +259,36 @@ class PagedCopy {
   std::vector<const std::byte*> addresses_;
 };
 
+// The same rows, each anywhere, `offset` elements behind its address in a list that begins `first` rows
+// earlier.
+class ListedCopy {
+ public:
+  ListedCopy(const RowData& data, std::int64_t count, std::int64_t first, std::int64_t offset)
+      : addresses_(size(first + count)) {
+    const std::int64_t element = static_cast<std::int64_t>(verkv::size_bytes(data.rows.type));
+    for (std::int64_t i = 0; i < count; ++i) {
+      rows_.emplace_back(size((offset + data.rows.dim) * element));
+      std::memcpy(rows_.back().data() + offset * element,
+                  static_cast<const std::byte*>(data.rows.data) + i * data.rows.stride * element,
+                  size(data.rows.dim * element));
+      addresses_[size(first + i)] = rows_.back().data();
+    }
+    rows.type = data.rows.type;
+    rows.dim = data.rows.dim;
+    rows.first = first;
+    rows.offset = offset;
+    rows.list = addresses_.data();
+  }
+  ListedCopy(const ListedCopy&) = delete;
+  ListedCopy& operator=(const ListedCopy&) = delete;
+
+  Rows rows;
+
+ private:
+  std::vector<std::vector<std::byte>> rows_;
+  std::vector<const std::byte*> addresses_;
+};
+
 // ---- Dispatch ----------------------------------------------------------------------------------
 
 TEST_CASE("the vector kernels are those of this machine", "[kernels]") {
@@ -316,6 +346,8 @@ void check_rows(DType type, std::int64_t count, int dim, int heads, bool indexed
 
   const PagedCopy in_pages(data, stored, static_cast<std::int64_t>(random.below(70)),
                            indexed ? dim : 0);
+  const ListedCopy in_a_list(data, stored, static_cast<std::int64_t>(random.below(70)),
+                             indexed ? dim : 0);
   const Rows* rows = &data.rows;
   const auto run = [&](const Kernels& kernels, std::vector<float>& dots, std::vector<float>& sums) {
     dots = start_dots;
@@ -327,10 +359,12 @@ void check_rows(DType type, std::int64_t count, int dim, int heads, bool indexed
   run(verkv::cpu::scalar_kernels(), expected_dots, expected_sums);
   std::vector<const Kernels*> all = verkv::cpu::all_vector_kernels();
   all.push_back(&verkv::cpu::scalar_kernels());
-  for (const Rows* lie : {&data.rows, &in_pages.rows}) {
+  for (const Rows* lie : {&data.rows, &in_pages.rows, &in_a_list.rows}) {
     rows = lie;
     for (const Kernels* kernels : all) {
-      INFO(kernels->name << (lie == &data.rows ? "" : ", in pages"));
+      INFO(kernels->name << (lie == &data.rows       ? ""
+                             : lie == &in_pages.rows ? ", in pages"
+                                                     : ", in a list"));
       std::vector<float> dots, sums;
       run(*kernels, dots, sums);
       check_same("dot_rows", expected_dots, dots);

@@ -198,6 +198,9 @@ class CountingBackend final : public verkv::Backend {
   void cancel_compress(SequenceId id) noexcept override { touched(id); }
   const verkv::PendingCompression* pending(SequenceId) const override { return nullptr; }
   void redraw(SequenceId id, std::uint64_t) override { touched(id); }
+  void move(SequenceId, std::int64_t, std::int64_t, const TensorView&, const TensorView&) override {
+  }
+  std::int64_t changed_row(SequenceId, std::int64_t) const override { return -1; }
   void prepare_attend(const AttendBatch&) override {}
   void attend(std::int64_t, const AttendBatch&) override {}
   LayerStatistics statistics(std::int64_t) const override { return {}; }

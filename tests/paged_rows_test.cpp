@@ -241,14 +241,14 @@ TEST_CASE("The host tier of a head grows in place") {
     store.append(shape, verkv::cpu::scalar_kernels(), view, view, 0, false);
     for (std::size_t i = 0; i < whole; ++i) {
       const std::int64_t at = static_cast<std::int64_t>(i);
-      REQUIRE(host[i] == verkv::row_of<float>(store.host_keys(shape), at));
+      REQUIRE(host[i] == verkv::row_of<float>(store.host().keys(shape), at));
       REQUIRE(window[i] == reinterpret_cast<const float*>(store.window().key.row(at)));
     }
     whole = static_cast<std::size_t>(store.tokens() / verkv::kPageRows * verkv::kPageRows);
     host.clear();
     window.clear();
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(whole); ++i) {
-      host.push_back(verkv::row_of<float>(store.host_keys(shape), i));
+      host.push_back(verkv::row_of<float>(store.host().keys(shape), i));
       window.push_back(reinterpret_cast<const float*>(store.window().key.row(i)));
     }
   }

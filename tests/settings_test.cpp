@@ -44,6 +44,7 @@ const std::vector<EnumField>& enum_fields() {
       {"sketch kind", 2, [](CacheConfig& c, std::uint8_t v) { c.sketch.kind = SketchKind{v}; }},
       {"selection", 3, [](CacheConfig& c, std::uint8_t v) { c.study.select = Selection{v}; }},
       {"estimator", 2, [](CacheConfig& c, std::uint8_t v) { c.study.estimator = Estimator{v}; }},
+      {"host tier", 2, [](CacheConfig& c, std::uint8_t v) { c.host = verkv::HostTier{v}; }},
       {"fetch order", 2, [](CacheConfig& c, std::uint8_t v) { c.study.order = FetchOrder{v}; }}};
   return fields;
 }
@@ -62,6 +63,7 @@ TEST_CASE("Values of settings have names") {
   check(Selection{}, {"poisson", "topk", "spread"});
   check(Estimator{}, {"plain", "clusters"});
   check(FetchOrder{}, {"worth", "exact"});
+  check(verkv::HostTier{}, {"own", "engine"});
   check(SketchKind{}, {"exact", "calibrated"});
   check(DType{}, {"f32", "f16", "bf16"});
 }

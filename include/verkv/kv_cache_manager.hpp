@@ -87,6 +87,9 @@ class VERKV_API KvCacheManager {
   // called for do so. Tokens that no step has attended to have no score and share the budget
   // evenly; to give a second prompt its own importance, leave chunk_tokens without a value and call
   // compress.
+  // With HostTier::engine nothing is copied: the views must be of CacheConfig::storage, what they show
+  // stays where it is (HostTier), and KV heads lie as far apart (head_stride) in all calls for a layer of
+  // a sequence.
   // Throws InvalidArgument on a wrong shape or type, and on a number that is not finite or does not
   // fit the storage type; CapacityError on a byte limit; std::bad_alloc, on a device DeviceError,
   // where memory is short.
@@ -96,6 +99,14 @@ class VERKV_API KvCacheManager {
   // The same for many sequences, all or nothing. Throws InvalidArgument also on a sequence that is
   // unknown or whose rows are not consecutive.
   void append(std::int64_t layer, const AppendBatch& batch);
+
+  // HostTier::engine: tokens [first, first + keys.tokens) of a layer are at these addresses from now on,
+  // with the same numbers; what forks know of them stays. The old addresses are not read again. KV heads
+  // must lie as far apart as those of the layer's other tokens do, unless all tokens move.
+  // Throws InvalidArgument as append does, on tokens that the layer does not have, and where the host
+  // tier is the cache's own.
+  void move(SequenceId sequence, std::int64_t layer, std::int64_t first, const TensorView& keys,
+            const TensorView& values);
 
   // Makes room for so many more tokens in every cached layer, and compresses what the local windows
   // have outgrown. Until then, appends to the sequence fail neither for memory nor for a byte limit
@@ -201,11 +212,12 @@ class VERKV_API KvCacheManager {
   // Throws InvalidArgument on an unknown sequence and on an empty function.
   void save(SequenceId sequence, const WriteBytes& write) const;
   // A new sequence, as it was when it was saved: what follows gives the same bits. The configuration
-  // must be the same but for limits, threads, rules of fetching and StudyConfig::order, probability,
+  // must be the same but for limits, threads, the host tier, rules of fetching and StudyConfig::order, probability,
   // cap and vector_code. All or nothing, also where `read` throws, which must not call the cache.
   // Throws FormatError, which says what is wrong and where, on bytes that end early, are damaged,
   // are none of a saved sequence, or are of another version or configuration; CapacityError on a
-  // byte limit; InvalidArgument on an empty function; std::bad_alloc.
+  // byte limit; InvalidArgument on an empty function, and with HostTier::engine, whose sequences a
+  // cache with rows of its own restores; std::bad_alloc.
   SequenceId restore(const ReadBytes& read);
   // Copies tokens [first, first + count) of a layer back, as they are stored: keys
   // [token][KV head][key_dim], values [token][KV head][value_dim], dense, of CacheConfig::storage.
@@ -231,6 +243,10 @@ class VERKV_API KvCacheManager {
 
   // Draws the sample of every compressed token anew, with the same inclusion probabilities.
   void redraw(SequenceId sequence, std::uint64_t draw);
+  // The first compressed token of the layer whose resident is not, byte for byte, the row of the host
+  // tier; -1: there is none. Finds rows that an engine has changed without a word (HostTier::engine), as
+  // far as they are resident. CPU only: elsewhere InvalidArgument, ErrorCode::wrong_backend.
+  std::int64_t changed_row(SequenceId sequence, std::int64_t layer) const;
 
  private:
   friend struct ManagerAccess;

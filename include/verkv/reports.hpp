@@ -122,6 +122,10 @@ struct MemoryReport {
   // Of a sequence: of all of the above, what forks of it (or what it was forked from) hold too.
   // 0 in the report of all sequences, which counts these bytes once.
   std::int64_t shared_bytes = 0;
+  // Keys and values that the engine holds for the cache (HostTier::engine), of every sequence by itself
+  // also where forks have the same rows. No memory of the cache, and in none of the above: resident_bytes
+  // are then those of drawn tokens, host_bytes 0, and basis_bytes has 16 more per token, addresses.
+  std::int64_t engine_bytes = 0;
 
   std::int64_t fast_bytes() const { return resident_bytes + sketch_bytes + metadata_bytes; }
 };

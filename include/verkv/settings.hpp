@@ -49,6 +49,15 @@ enum class Estimator : std::uint8_t {
             // bytes (docs/math/clusters.md)
 };
 
+// Who holds the host tier, which has the rows of all tokens.
+enum class HostTier : std::uint8_t {
+  own,  // the cache, which copies rows when they are appended
+  // The engine: rows are read where they are, also those of the local window and of prompts that are
+  // not compressed. What `append` is given must stay there, unchanged, until the tokens are dropped
+  // (truncate, erase) or said to have moved (KvCacheManager::move), by a fork too; CPU only.
+  engine
+};
+
 // How the tokens to fetch are ordered.
 enum class FetchOrder : std::uint8_t {
   worth,  // by fetch_worth (fetch_plan.hpp)
@@ -99,6 +108,16 @@ constexpr const char* name(Estimator value) {
       return "plain";
     case Estimator::clusters:
       return "clusters";
+  }
+  return "?";
+}
+
+constexpr const char* name(HostTier value) {
+  switch (value) {
+    case HostTier::own:
+      return "own";
+    case HostTier::engine:
+      return "engine";
   }
   return "?";
 }
@@ -192,6 +211,7 @@ struct CacheConfig {
   std::vector<LayerConfig> layers;
   // Of keys and values in both tiers.
   DType storage = DType::f16;
+  HostTier host = HostTier::own;
   // Share of tokens that stays resident, in (0, 1]; sinks and local window are paid from it.
   double keep = 0.0625;
   FetchConfig fetch = {};

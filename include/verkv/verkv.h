@@ -101,6 +101,7 @@ enum { VERKV_FETCH_MODE_VERIFIED = 0, VERKV_FETCH_MODE_NEVER = 1, VERKV_FETCH_MO
 enum { VERKV_POOL_HEAD = 0, VERKV_POOL_LAYER = 1, VERKV_POOL_SEQUENCE = 2 };
 enum { VERKV_SELECTION_POISSON = 0, VERKV_SELECTION_TOPK = 1, VERKV_SELECTION_SPREAD = 2 };
 enum { VERKV_ESTIMATOR_PLAIN = 0, VERKV_ESTIMATOR_CLUSTERS = 1 };
+enum { VERKV_HOST_TIER_OWN = 0, VERKV_HOST_TIER_ENGINE = 1 };
 enum { VERKV_FETCH_ORDER_WORTH = 0, VERKV_FETCH_ORDER_EXACT = 1 };
 
 /* has_value 0: off, or none. */
@@ -168,6 +169,7 @@ typedef struct verkv_cache_config {
   int32_t study_vector_code;
   verkv_optional_double study_probability;
   verkv_optional_double study_cap;
+  int64_t host; /* VERKV_HOST_TIER_ */
 } verkv_cache_config;
 
 /* Set every field to its default, `size` and layer_size to those of the caller. */
@@ -231,7 +233,8 @@ VERKV_API verkv_code verkv_compressed_tokens(const verkv_cache* cache, int64_t s
 
 /* ---- Tokens */
 
-/* [token][head][dim]; strides in elements. */
+/* [token][head][dim]; strides in elements. Rows that are listed, TensorView::rows, stand beside a view
+ * where a call takes them; the view's data and token_stride are not used then. */
 typedef struct verkv_tensor_view {
   const void* data;
   int64_t type; /* VERKV_DTYPE_ */
@@ -256,6 +259,8 @@ typedef struct verkv_append_batch {
   int64_t rows;
   verkv_tensor_view keys;   /* [row][KV head][key_dim] */
   verkv_tensor_view values; /* [row][KV head][value_dim] */
+  const void* const* key_rows;   /* [row], or NULL */
+  const void* const* value_rows; /* [row], or NULL */
 } verkv_append_batch;
 
 typedef struct verkv_truncation {
@@ -271,6 +276,11 @@ VERKV_API verkv_code verkv_append(verkv_cache* cache, int64_t sequence, int64_t 
                                   verkv_error* error);
 VERKV_API verkv_code verkv_batch_append(verkv_cache* cache, int64_t layer,
                                         const verkv_append_batch* batch, verkv_error* error);
+/* key_rows, value_rows: [token], or NULL. */
+VERKV_API verkv_code verkv_move(verkv_cache* cache, int64_t sequence, int64_t layer, int64_t first,
+                                const verkv_tensor_view* keys, const verkv_tensor_view* values,
+                                const void* const* key_rows, const void* const* value_rows,
+                                verkv_error* error);
 VERKV_API verkv_code verkv_reserve(verkv_cache* cache, int64_t sequence, int64_t tokens,
                                    verkv_error* error);
 /* Where the cache cannot go back as far, the call succeeds and truncation->done is false. */
@@ -355,6 +365,7 @@ typedef struct verkv_memory_report {
   int64_t reserved_bytes;
   int64_t pageable_bytes;
   int64_t shared_bytes;
+  int64_t engine_bytes;
 } verkv_memory_report;
 
 enum { VERKV_BOUND_EDGES = 9 };
@@ -392,6 +403,8 @@ VERKV_API verkv_code verkv_statistics_of_layer(const verkv_cache* cache, int64_t
 VERKV_API verkv_code verkv_reset_statistics(verkv_cache* cache, verkv_error* error);
 VERKV_API verkv_code verkv_prometheus_text(const verkv_cache* cache, char* text, size_t bytes,
                                            size_t* length, verkv_error* error);
+VERKV_API verkv_code verkv_changed_row(const verkv_cache* cache, int64_t sequence, int64_t layer,
+                                       int64_t* token, verkv_error* error);
 VERKV_API verkv_code verkv_redraw(verkv_cache* cache, int64_t sequence, uint64_t draw,
                                   verkv_error* error);
 

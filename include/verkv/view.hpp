@@ -28,11 +28,16 @@ struct TensorView {
   std::int64_t dim = 0;
   std::int64_t token_stride = 0;
   std::int64_t head_stride = 0;
+  // [token]: address of row (token, 0), at a multiple of size_bytes(type). Then data and token_stride
+  // are not used, and nobody checks that rows do not overlap. Of keys and values only, on the CPU: pages
+  // of an engine, of whatever size. null: none.
+  const void* const* rows = nullptr;
 
   // Address of row (token, head).
   const void* row(std::int64_t token, std::int64_t head) const {
-    return static_cast<const char*>(data) + (token * token_stride + head * head_stride) *
-                                                static_cast<std::int64_t>(size_bytes(type));
+    const char* const first = static_cast<const char*>(rows != nullptr ? rows[token] : data);
+    return first + ((rows != nullptr ? 0 : token * token_stride) + head * head_stride) *
+                       static_cast<std::int64_t>(size_bytes(type));
   }
 };
 
@@ -46,6 +51,12 @@ inline TensorView token_major(const void* data, DType type, std::int64_t tokens,
 inline TensorView head_major(const void* data, DType type, std::int64_t tokens, std::int64_t heads,
                              std::int64_t dim) {
   return {data, type, tokens, heads, dim, dim, tokens * dim};
+}
+
+// Rows anywhere: rows[token] is where KV head 0 of a token begins, head_stride elements before the next.
+inline TensorView listed_rows(const void* const* rows, DType type, std::int64_t tokens,
+                              std::int64_t heads, std::int64_t dim, std::int64_t head_stride) {
+  return {nullptr, type, tokens, heads, dim, 0, head_stride, rows};
 }
 
 // Importance scores [head][token] of one layer; tokens dense. head_stride: in elements, at least

@@ -60,6 +60,7 @@ class CpuBackend final : public Backend {
       LayerShape shape;
       shape.config = config.layers[i];
       shape.storage = config.storage;
+      shape.host = config.host;
       if (shape.config.cached) {
         shape.group = static_cast<int>(shape.config.query_heads / shape.config.kv_heads);
         shape.scale = logit_scale(shape.config);
@@ -110,11 +111,11 @@ class CpuBackend final : public Backend {
     }
     for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
       std::vector<HeadStore>& heads = sequence->layers[layer];
-      heads.reserve(parent.layers[layer].size());
+      heads = fork_heads(parent.layers[layer]);
       const bool scores = scores_window(from, static_cast<std::int64_t>(layer));
-      for (HeadStore& head : parent.layers[layer]) {
-        heads.push_back(head.fork());
-        if (head.spare() > 0) heads.back().reserve_append(head.spare(), scores);
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        const std::int64_t spare = parent.layers[layer][h].spare();
+        if (spare > 0) heads[h].reserve_append(spare, scores);
       }
     }
     sequences_.emplace(to.value, std::move(sequence));
@@ -136,10 +137,7 @@ class CpuBackend final : public Backend {
 
   void append(std::int64_t layer_index, std::span<const AppendPart> parts,
               Totals& totals) override {
-    for (const AppendPart& part : parts) {
-      check_numbers("keys", part.keys, part.row);
-      check_numbers("values", part.values, part.row);
-    }
+    for (const AppendPart& part : parts) check_part(part, layer_index);
     // Allocates nothing where there is room already.
     std::vector<Growth> growths;
     for (const AppendPart& part : parts) {
@@ -173,6 +171,18 @@ class CpuBackend final : public Backend {
         if (!part.reserved) heads[h].give_room_up();
       }
     }
+  }
+
+  void move(SequenceId id, std::int64_t layer, std::int64_t first, const TensorView& keys,
+            const TensorView& values) override {
+    AppendPart part{id, keys, values};
+    check_part(part, layer, first == 0 && keys.tokens == tokens(id, layer));
+    for (HeadStore& head : find(id).layers[static_cast<std::size_t>(layer)])
+      head.host().move(first, keys, values);
+  }
+
+  std::int64_t changed_row(SequenceId id, std::int64_t layer) const override {
+    return first_changed_row(find(id).layers[static_cast<std::size_t>(layer)]);
   }
 
   bool shorten(SequenceId id, std::span<const std::int64_t> layers, std::int64_t tokens) override {
@@ -316,8 +326,8 @@ class CpuBackend final : public Backend {
       writer.put(std::uint8_t{!sequence.layers[layer].empty()});
     }
     writer.end();
-    for (const std::vector<HeadStore>& heads : sequence.layers) {
-      for (const HeadStore& head : heads) head.save(writer);
+    for (std::size_t layer = 0; layer < shapes_.size(); ++layer) {
+      for (const HeadStore& head : sequence.layers[layer]) head.save(shapes_[layer], writer);
     }
   }
 
@@ -404,6 +414,15 @@ class CpuBackend final : public Backend {
   int workspaces_for(std::size_t sequences) const {
     return static_cast<int>(std::min<std::int64_t>(
         pool_.size(), static_cast<std::int64_t>(sequences) * most_kv_heads()));
+  }
+
+  // all: no other token of the layer stays where it is.
+  void check_part(const AppendPart& part, std::int64_t layer, bool all = false) const {
+    check_numbers("keys", part.keys, part.row);
+    check_numbers("values", part.values, part.row);
+    if (config_.host != HostTier::engine || all || tokens(part.sequence, layer) == 0) return;
+    check_head_strides(find(part.sequence).layers[static_cast<std::size_t>(layer)].front(),
+                       part.keys, part.values);
   }
 
   void reserve_rows_for_one_more() {
@@ -646,14 +665,10 @@ class CpuBackend final : public Backend {
 
   void make_room(const Growth& growth) {
     const std::size_t layer = static_cast<std::size_t>(growth.layer);
-    const LayerShape& shape = shapes_[layer];
     std::vector<HeadStore>& heads = find(growth.sequence).layers[layer];
     if (heads.empty()) {
       if (growth.tokens == 0) return;
-      std::vector<HeadStore> made;
-      made.reserve(static_cast<std::size_t>(shape.config.kv_heads));
-      for (std::int64_t h = 0; h < shape.config.kv_heads; ++h) made.emplace_back(shape);
-      heads = std::move(made);
+      heads = make_heads(shapes_[layer]);
     }
     const bool scores = scores_window(growth.sequence, growth.layer);
     for (HeadStore& head : heads) head.reserve_append(growth.tokens, scores);

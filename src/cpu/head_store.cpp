@@ -15,13 +15,6 @@ namespace {
 
 std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-std::int64_t key_bytes(const LayerShape& shape) {
-  return shape.config.key_dim * static_cast<std::int64_t>(size_bytes(shape.storage));
-}
-std::int64_t value_bytes(const LayerShape& shape) {
-  return shape.config.value_dim * static_cast<std::int64_t>(size_bytes(shape.storage));
-}
-
 // A sketch's pages are allocated for a quarter of what is there, so that a long decode does not cut
 // it into many pieces. A guess: kernels start over at each piece.
 constexpr std::int64_t kSketchGrowth = 4;
@@ -43,7 +36,7 @@ std::int64_t used_bytes(const auto& vector) {
 }  // namespace
 
 Window::Window(const LayerShape& shape)
-    : key(kPageShift, key_bytes(shape)), value(kPageShift, value_bytes(shape)) {}
+    : key(kPageShift, shape.key_bytes()), value(kPageShift, shape.value_bytes()) {}
 
 Window Window::fork() {
   Window result(*this);
@@ -53,8 +46,8 @@ Window Window::fork() {
 }
 
 Drawn::Drawn(const LayerShape& shape)
-    : key(kPageShift, key_bytes(shape)),
-      value(kPageShift, value_bytes(shape)),
+    : key(kPageShift, shape.key_bytes()),
+      value(kPageShift, shape.value_bytes()),
       place(kPageShift, sizeof(std::uint32_t)) {}
 
 Drawn Drawn::fork() {
@@ -77,7 +70,7 @@ Sketched::Sketched(const LayerShape& shape, const SketchShape& form)
     : codes(kPlaceShift - 4, code_storage_bytes(form, kSketchGroup), 1, kSketchGrowth),
       scale(by_place<Positive16>()),
       odds(by_place<Positive16>()),
-      centroid(kPageShift, value_bytes(shape)),
+      centroid(kPageShift, shape.value_bytes()),
       spread(kPageShift, sizeof(Positive16)),
       position(by_place<std::uint32_t>()),
       drawn(shape),
@@ -98,23 +91,23 @@ std::unique_ptr<Sketched> Sketched::fork() {
   return result;
 }
 
-HeadStore::HeadStore(const LayerShape& shape)
-    : host_(kPageShift, shape.row_bytes()), window_(shape) {}
+HeadStore::HeadStore(const LayerShape& shape, std::shared_ptr<EngineRows> engine, std::int64_t head)
+    : host_(shape, std::move(engine), head), window_(shape) {}
 
-Rows HeadStore::host_keys(const LayerShape& shape) const {
+Rows HeadStore::window_values(const LayerShape& shape) const {
+  if (host_.is_engine()) {
+    Rows rows = host_.values(shape);
+    rows.first = compressed_;
+    return rows;
+  }
+  const std::int64_t dim = shape.config.value_dim;
   return {nullptr,
           shape.storage,
-          shape.row_elements(),
-          static_cast<int>(shape.config.key_dim),
-          host_.pages(),
-          host_.first(),
+          dim,
+          static_cast<int>(dim),
+          window_.value.pages(),
+          window_.value.first(),
           0};
-}
-
-Rows HeadStore::host_values(const LayerShape& shape) const {
-  return {
-      nullptr,       shape.storage, shape.row_elements(), static_cast<int>(shape.config.value_dim),
-      host_.pages(), host_.first(), shape.config.key_dim};
 }
 
 Rows HeadStore::centroids(const LayerShape& shape) const {
@@ -145,45 +138,44 @@ std::vector<Positive16> HeadStore::all_odds() const {
 
 void HeadStore::reserve_append(std::int64_t count, bool scores) {
   host_.reserve_more(count);
-  window_.key.reserve_more(count);
-  window_.value.reserve_more(count);
+  if (!host_.is_engine()) {
+    window_.key.reserve_more(count);
+    window_.value.reserve_more(count);
+  }
   scores_.reserve(count, scores);
   room_ = tokens() + count;
 }
 
 bool HeadStore::has_room(std::int64_t count, bool scores) const {
   return count <= spare() && scores_.has_room(count, scores) && host_.has_room(count) &&
-         window_.key.has_room(count) && window_.value.has_room(count);
+         (host_.is_engine() || (window_.key.has_room(count) && window_.value.has_room(count)));
 }
 
 void HeadStore::append(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,
                        const TensorView& values, std::int64_t head, bool scores) noexcept {
-  const std::size_t key = bytes(key_bytes(shape));
-  const std::size_t value = bytes(value_bytes(shape));
   const std::int64_t before = tokens();
+  host_.append(shape, kernels, keys, values, head);
+  scores_.append(keys.tokens, scores);
+  if (host_.is_engine()) return;
   const std::int64_t window = window_.key.size();
-  host_.resize(before + keys.tokens);
   window_.key.resize(window + keys.tokens);
   window_.value.resize(window + keys.tokens);
   for (std::int64_t t = 0; t < keys.tokens; ++t) {
-    std::byte* const row = host_.row(before + t);
-    kernels.convert(keys.row(t, head), keys.type, row, shape.storage, keys.dim);
-    kernels.convert(values.row(t, head), values.type, row + key, shape.storage, values.dim);
-    std::memcpy(window_.key.row(window + t), row, key);
-    std::memcpy(window_.value.row(window + t), row + key, value);
+    std::memcpy(window_.key.row(window + t), host_.key(before + t), bytes(shape.key_bytes()));
+    std::memcpy(window_.value.row(window + t), host_.value(before + t), bytes(shape.value_bytes()));
   }
-  scores_.append(keys.tokens, scores);
 }
 
 void HeadStore::truncate(std::int64_t tokens) noexcept {
-  host_.resize(tokens);
+  host_.truncate(tokens);
+  scores_.truncate(tokens - compressed_);
+  if (host_.is_engine()) return;
   window_.key.resize(tokens - compressed_);
   window_.value.resize(tokens - compressed_);
-  scores_.truncate(tokens - compressed_);
 }
 
 HeadRows HeadStore::rows(const LayerShape& shape) const {
-  HeadRows result{host_keys(shape), host_values(shape), nullptr, {}, {}};
+  HeadRows result{host_.keys(shape), host_.values(shape), nullptr, {}, {}};
   if (!sketched_) return result;
   result.directions = &basis().directions;
   // The places of a cluster lie in one page.
@@ -224,6 +216,7 @@ void HeadStore::reserve_sketch(const LayerShape& shape, const SketchShape& codes
 std::optional<Window> HeadStore::rest_of_window(const LayerShape& shape,
                                                 const HeadCompression& head,
                                                 std::int64_t spare) const {
+  if (host_.is_engine()) return std::nullopt;
   // A fast tier that holds on to the memory of the prefill has saved nothing.
   const std::int64_t gone = head.end() - compressed_;
   if (gone < window_.key.size() && !window_.key.holds_on(gone)) return std::nullopt;
@@ -241,7 +234,7 @@ std::optional<Window> HeadStore::reserve_compress(const LayerShape& shape, const
 
 void HeadStore::encode_place(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
                              std::span<float> scratch) noexcept {
-  const Rows keys = host_keys(shape);
+  const Rows keys = host_.keys(shape);
   const SketchBasis& sketch = basis().sketch;
   const std::span<const float> mean = basis().channel_means;
   const std::size_t dim = bytes(shape.config.key_dim);
@@ -286,7 +279,7 @@ void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, HeadComp
     std::memset(s.codes.row(g), 0, bytes(s.codes.row_bytes()));
   pad(s.scale);
   // Any centre is allowed (softmax does not see it), so it is fixed at the first compression.
-  if (begin == 0) column_means(host_keys(shape), head.first_tokens, s.basis->channel_means);
+  if (begin == 0) column_means(host_.keys(shape), head.first_tokens, s.basis->channel_means);
   for (std::int64_t i = begin; i < end; ++i) encode_place(shape, kernels, i, scratch);
 }
 
@@ -309,7 +302,7 @@ void HeadStore::apply(const LayerShape& shape, const HeadCompression& head,
 
   if (window) {
     window_ = std::move(*window);
-  } else {
+  } else if (!host_.is_engine()) {
     window_.key.drop_front(end - begin);
     window_.value.drop_front(end - begin);
   }
@@ -341,8 +334,8 @@ void HeadStore::take_clusters(const Clusters& clusters, std::int64_t end) noexce
 // Their rows come from the host tier.
 void HeadStore::add_drawn(const LayerShape& shape, std::span<const std::uint32_t> places,
                           Drawn& drawn) const noexcept {
-  const std::size_t key = bytes(key_bytes(shape));
-  const std::size_t value = bytes(value_bytes(shape));
+  const std::size_t key = bytes(shape.key_bytes());
+  const std::size_t value = bytes(shape.value_bytes());
   const std::int64_t before = drawn.size();
   const std::int64_t after = before + static_cast<std::int64_t>(places.size());
   drawn.key.resize(after);
@@ -350,9 +343,9 @@ void HeadStore::add_drawn(const LayerShape& shape, std::span<const std::uint32_t
   drawn.place.resize(after);
   write(drawn.place, before, places);
   for (std::int64_t slot = before; slot < after; ++slot) {
-    const std::byte* const row = host_.row(position(drawn.place_of(slot)));
-    std::memcpy(drawn.key.row(slot), row, key);
-    std::memcpy(drawn.value.row(slot), row + key, value);
+    const std::int64_t from = position(drawn.place_of(slot));
+    std::memcpy(drawn.key.row(slot), host_.key(from), key);
+    std::memcpy(drawn.value.row(slot), host_.value(from), value);
   }
 }
 
@@ -379,6 +372,22 @@ HeadStore HeadStore::fork() {
   return result;
 }
 
+std::int64_t HeadStore::changed_row() const {
+  std::int64_t first = -1;
+  if (!sketched_) return first;
+  const Drawn& drawn = sketched_->drawn;
+  const auto differs = [](const PagedRows& rows, std::int64_t slot, const std::byte* row) {
+    return std::memcmp(rows.row(slot), row, bytes(rows.row_bytes())) != 0;
+  };
+  drawn.each_place([&](std::int64_t slot, std::uint32_t place) {
+    const std::int64_t at = position(place);
+    if (first >= 0 && at > first) return;
+    if (differs(drawn.key, slot, host_.key(at)) || differs(drawn.value, slot, host_.value(at)))
+      first = at;
+  });
+  return first;
+}
+
 void HeadStore::add_memory(MemoryReport& report, bool exclusive) const {
   const auto add = [&](std::int64_t& to, const PagedRows& rows) {
     const RowBytes held = exclusive ? rows.exclusive_bytes() : rows.bytes();
@@ -386,7 +395,7 @@ void HeadStore::add_memory(MemoryReport& report, bool exclusive) const {
     report.reserved_bytes += held.spare;
   };
   report.reserved_bytes += static_cast<std::int64_t>(sizeof *this);
-  add(report.host_bytes, host_);
+  host_.add_memory(report, exclusive);
   add(report.resident_bytes, window_.key);
   add(report.resident_bytes, window_.value);
   report.metadata_bytes += scores_.bytes();

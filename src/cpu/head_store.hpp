@@ -16,7 +16,9 @@
 #include <verkv/sketch.hpp>
 
 #include "compression.hpp"
+#include "cpu/host_rows.hpp"
 #include "cpu/kernels.hpp"
+#include "cpu/layer_shape.hpp"
 #include "cpu/paged_rows.hpp"
 #include "cpu/window_scores.hpp"
 #include "rows.hpp"
@@ -46,22 +48,6 @@ using AlignedVector = std::vector<T, AlignedAllocator<T>>;
 constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) {
   return (n + unit - 1) / unit * unit;
 }
-
-// What is fixed for a layer.
-struct LayerShape {
-  LayerConfig config;
-  int group = 1;  // query heads per KV head
-  float scale = 1;
-  float soft_cap = 0;  // 0: none
-  DType storage = DType::f16;
-  SketchShape sketch;     // the largest; each head has its own
-  bool clusters = false;  // estimates by clusters
-
-  std::int64_t row_elements() const { return config.key_dim + config.value_dim; }
-  std::int64_t row_bytes() const {
-    return row_elements() * static_cast<std::int64_t>(size_bytes(storage));
-  }
-};
 
 // Pages of what is held by place: whole blocks of the order of sums, so that pieces of a sketch are
 // summed as one.
@@ -141,18 +127,22 @@ struct SavedCounts {
 // window.
 class HeadStore {
  public:
-  explicit HeadStore(const LayerShape& shape);
+  // engine: where the engine has the rows of the layer; none where they are copied. head: of the layer.
+  explicit HeadStore(const LayerShape& shape, std::shared_ptr<EngineRows> engine = nullptr,
+                     std::int64_t head = 0);
 
   std::int64_t tokens() const { return host_.size(); }
   std::int64_t compressed() const { return compressed_; }
   std::int64_t drawn_residents() const { return sketched_ ? sketched_->drawn.size() : 0; }
-  std::int64_t residents() const { return drawn_residents() + window_.key.size(); }
+  std::int64_t residents() const { return drawn_residents() + tokens() - compressed_; }
 
-  // Host tier: key and value of a token side by side, indexed by position.
-  Rows host_keys(const LayerShape& shape) const;
-  Rows host_values(const LayerShape& shape) const;
-  // Key and value of a token.
-  const std::byte* host_row(std::int64_t position) const { return host_.row(position); }
+  HostRows& host() { return host_; }
+  const HostRows& host() const { return host_; }
+  // Of the local window, by position from compressed() on. f(rows, first, count): rows [first, first +
+  // count) of it are rows [0, count) of `rows`, which kernels read fastest.
+  template <class F>
+  void each_window_key(const LayerShape& shape, F&& f) const;
+  Rows window_values(const LayerShape& shape) const;
   const Window& window() const { return window_; }
   const Drawn& drawn() const { return sketched_->drawn; }
 
@@ -247,14 +237,17 @@ class HeadStore {
   std::int64_t spare() const { return std::max<std::int64_t>(0, room_ - tokens()); }
 
   // All but room; saved_head.cpp. Throws FormatError.
-  void save(SavedWriter& writer) const;
+  void save(const LayerShape& shape, SavedWriter& writer) const;
   static HeadStore restore(const LayerShape& shape, SavedReader& reader);
 
   // exclusive: only what no fork holds too.
   void add_memory(MemoryReport& report, bool exclusive) const;
 
+  // The first compressed position whose resident is not what the host tier has, -1: there is none.
+  std::int64_t changed_row() const;
+
  private:
-  HeadStore(PagedRows host, Window window) : host_(std::move(host)), window_(std::move(window)) {}
+  HeadStore(HostRows host, Window window) : host_(std::move(host)), window_(std::move(window)) {}
 
   // Of what is held by place, from place 0 on.
   template <class T>
@@ -270,15 +263,23 @@ class HeadStore {
                  Drawn& drawn) const noexcept;
 
   std::int64_t compressed_ = 0;
-  PagedRows host_;
-  Window window_;
+  HostRows host_;
+  Window window_;  // empty where the engine's rows are read in place
   WindowScores scores_;
   // There is room for so many tokens.
   std::int64_t room_ = 0;
   std::unique_ptr<Sketched> sketched_;  // null before the first compression
 };
 
-// All heads of a layer, of one length; saved_head.cpp. Throws FormatError.
+// All heads of a layer: layer_heads.cpp. Without tokens; and such that continue as `heads` would.
+std::vector<HeadStore> make_heads(const LayerShape& shape);
+std::vector<HeadStore> fork_heads(std::vector<HeadStore>& heads);
+// Of the engine's rows: throws InvalidArgument where KV heads lie otherwise than those of the tokens
+// that are there.
+void check_head_strides(const HeadStore& head, const TensorView& keys, const TensorView& values);
+// HeadStore::changed_row of all heads.
+std::int64_t first_changed_row(std::span<const HeadStore> heads);
+// Of one length; saved_head.cpp. Throws FormatError.
 std::vector<HeadStore> restore_heads(const LayerShape& shape, std::size_t layer,
                                      SavedReader& reader);
 // Tokens [first, first + count), [token][KV head][dim]; either may be null.
@@ -293,6 +294,20 @@ void each_run(const PagedRows& rows, F&& f) {
     f(i, end - i);
     i = end;
   }
+}
+
+template <class F>
+void HeadStore::each_window_key(const LayerShape& shape, F&& f) const {
+  const std::int64_t dim = shape.config.key_dim;
+  if (host_.is_engine()) {
+    Rows rows = host_.keys(shape);
+    rows.first = compressed_;
+    f(rows, std::int64_t{0}, tokens() - compressed_);
+    return;
+  }
+  each_run(window_.key, [&](std::int64_t first, std::int64_t count) {
+    f(Rows{window_.key.row(first), shape.storage, dim, static_cast<int>(dim)}, first, count);
+  });
 }
 
 template <class F>

@@ -24,18 +24,24 @@ void load_queries(HeadGroup& group, std::span<const StepArguments> rows) {
 
 void resident_logits(HeadGroup& group) {
   group.in_parts([&](int first, int heads) {
-    const auto products = [&](const PagedRows& keys, std::int64_t rows, std::int64_t first_slot) {
-      each_run(keys, [&](std::int64_t i, std::int64_t count) {
-        const std::int64_t dim = group.shape.config.key_dim;
-        if (i >= rows) return;
-        group.kernels.dot_rows({keys.row(i), group.shape.storage, dim, static_cast<int>(dim)},
-                               nullptr, std::min(count, rows - i), group.query(first), heads,
-                               group.query_stride, group.resident_logit(first) + first_slot + i,
-                               group.resident_stride);
-      });
+    // Of rows that begin in `slot`, those that the queries see.
+    const auto products = [&](const Rows& keys, std::int64_t slot, std::int64_t count) {
+      if (slot >= group.residents) return;
+      group.kernels.dot_rows(keys, nullptr, std::min(count, group.residents - slot),
+                             group.query(first), heads, group.query_stride,
+                             group.resident_logit(first) + slot, group.resident_stride);
     };
-    if (group.drawn > 0) products(group.store.drawn().key, group.drawn, 0);
-    products(group.store.window().key, group.residents - group.drawn, group.drawn);
+    if (group.drawn > 0) {
+      const PagedRows& keys = group.store.drawn().key;
+      const std::int64_t dim = group.shape.config.key_dim;
+      each_run(keys, [&](std::int64_t i, std::int64_t count) {
+        products({keys.row(i), group.shape.storage, dim, static_cast<int>(dim)}, i, count);
+      });
+    }
+    group.store.each_window_key(group.shape,
+                                [&](const Rows& keys, std::int64_t i, std::int64_t count) {
+                                  products(keys, group.drawn + i, count);
+                                });
   });
   if (group.drawn > 0) {
     group.store.drawn().each_place([&](std::int64_t slot, std::uint32_t place) {
@@ -55,7 +61,7 @@ void find_largest_low(HeadGroup& group, int h) {
 void logits_of_full_keys(HeadGroup& group) {
   group.in_parts([&](int first, int heads) {
     group.store.each_position([&](std::int64_t i, std::int64_t count) {
-      group.kernels.dot_rows(group.store.host_keys(group.shape), group.store.positions(i), count,
+      group.kernels.dot_rows(group.store.host().keys(group.shape), group.store.positions(i), count,
                              group.query(first), heads, group.query_stride, group.weight(first) + i,
                              group.weight_stride);
     });

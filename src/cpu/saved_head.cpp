@@ -32,6 +32,22 @@ void put_rows(SavedWriter& writer, const PagedRows& rows) {
   });
 }
 
+// Key and value of each token side by side, wherever they lie.
+void put_rows(SavedWriter& writer, const LayerShape& shape, const HostRows& rows) {
+  if (!rows.is_engine()) return put_rows(writer, rows.own());
+  const std::size_t key = static_cast<std::size_t>(shape.key_bytes());
+  const std::size_t value = static_cast<std::size_t>(shape.value_bytes());
+  std::vector<std::byte> block(static_cast<std::size_t>(kPageRows) * (key + value));
+  for (std::int64_t i = 0; i < rows.size();) {
+    std::byte* to = block.data();
+    for (const std::int64_t end = std::min(rows.size(), i + kPageRows); i < end; ++i) {
+      to = std::copy_n(rows.key(i), key, to);
+      to = std::copy_n(rows.value(i), value, to);
+    }
+    writer.put_bytes({block.data(), to});
+  }
+}
+
 void get_rows(SavedReader& reader, PagedRows& rows, std::int64_t count) {
   for (std::int64_t at = rows.size(); at < count;) {
     const std::int64_t end = std::min(count, at + kRowsAtOnce);
@@ -88,7 +104,7 @@ std::vector<T> get_vector(SavedReader& reader, std::int64_t count) {
 
 }  // namespace
 
-void HeadStore::save(SavedWriter& writer) const {
+void HeadStore::save(const LayerShape& shape, SavedWriter& writer) const {
   SavedCounts counts;
   counts.tokens = tokens();
   counts.compressed = compressed_;
@@ -103,7 +119,7 @@ void HeadStore::save(SavedWriter& writer) const {
   }
   writer.put(counts);
   writer.end();
-  put_rows(writer, host_);
+  put_rows(writer, shape, host_);
   writer.end();
   scores_.save(writer);
   writer.end();
@@ -218,9 +234,9 @@ HeadStore HeadStore::restore(const LayerShape& shape, SavedReader& reader) {
   reader.end();
   check_counts(reader, shape, counts);
   HeadStore head(shape);
-  get_rows(reader, head.host_, counts.tokens);
+  get_rows(reader, head.host_.own(), counts.tokens);
   reader.end();
-  check_rows_finite(reader, head.host_, shape.storage);
+  check_rows_finite(reader, head.host_.own(), shape.storage);
   head.compressed_ = counts.compressed;
   const std::int64_t window = counts.tokens - counts.compressed;
   head.scores_.restore(reader, window);
@@ -229,12 +245,11 @@ HeadStore HeadStore::restore(const LayerShape& shape, SavedReader& reader) {
   head.window_.value.reserve(0, window);
   head.window_.key.resize(window);
   head.window_.value.resize(window);
-  const std::size_t key_bytes = static_cast<std::size_t>(head.window_.key.row_bytes());
-  const std::size_t value_bytes = static_cast<std::size_t>(head.window_.value.row_bytes());
+  const std::size_t key_bytes = static_cast<std::size_t>(shape.key_bytes());
+  const std::size_t value_bytes = static_cast<std::size_t>(shape.value_bytes());
   for (std::int64_t i = 0; i < window; ++i) {
-    const std::byte* row = head.host_.row(counts.compressed + i);
-    std::memcpy(head.window_.key.row(i), row, key_bytes);
-    std::memcpy(head.window_.value.row(i), row + key_bytes, value_bytes);
+    std::memcpy(head.window_.key.row(i), head.host_.key(counts.compressed + i), key_bytes);
+    std::memcpy(head.window_.value.row(i), head.host_.value(counts.compressed + i), value_bytes);
   }
   head.room_ = counts.tokens;
   if (counts.compressed > 0) head.restore_sketch(shape, reader, counts);
@@ -286,14 +301,12 @@ std::vector<HeadStore> restore_heads(const LayerShape& shape, std::size_t layer,
 
 void read_tokens(const LayerShape& shape, std::span<const HeadStore> heads, std::int64_t first,
                  std::int64_t count, std::byte* keys, std::byte* values) {
-  const std::size_t element = size_bytes(shape.storage);
-  const std::size_t key_bytes = static_cast<std::size_t>(shape.config.key_dim) * element;
-  const std::size_t value_bytes = static_cast<std::size_t>(shape.config.value_dim) * element;
+  const std::size_t key_bytes = static_cast<std::size_t>(shape.key_bytes());
+  const std::size_t value_bytes = static_cast<std::size_t>(shape.value_bytes());
   for (std::int64_t token = first; token < first + count; ++token) {
     for (const HeadStore& head : heads) {
-      const std::byte* row = head.host_row(token);
-      if (keys != nullptr) keys = std::copy_n(row, key_bytes, keys);
-      if (values != nullptr) values = std::copy_n(row + key_bytes, value_bytes, values);
+      if (keys != nullptr) keys = std::copy_n(head.host().key(token), key_bytes, keys);
+      if (values != nullptr) values = std::copy_n(head.host().value(token), value_bytes, values);
     }
   }
 }

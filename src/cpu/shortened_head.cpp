@@ -56,7 +56,7 @@ HeadStore HeadStore::shortened(const LayerShape& shape, const Kernels& kernels,
                                std::int64_t tokens) {
   HeadStore result(shape);
   result.host_ = host_.fork();
-  result.host_.resize(tokens);
+  result.host_.truncate(tokens);
   result.room_ = tokens;
   if (tokens == 0) return result;
   Remaining rest = remaining_of(*this, tokens);
@@ -86,7 +86,7 @@ HeadStore HeadStore::shortened(const LayerShape& shape, const Kernels& kernels,
   if (shape.clusters) {
     s.centroid.reserve(0, clusters_of(tokens));
     s.spread.reserve(0, clusters_of(tokens));
-    result.take_clusters(make_clusters(result.host_values(shape), rest.position, rest.odds),
+    result.take_clusters(make_clusters(result.host_.values(shape), rest.position, rest.odds),
                          tokens);
   }
   for (PagedRows* rows : {&s.drawn.key, &s.drawn.value, &s.drawn.place})

@@ -124,7 +124,7 @@ class Step {
     while (next < fetched) move_next();
     if (moved_ == 0) return;
     group_.in_parts([&](int first, int heads) {
-      group_.kernels.dot_rows(store_.host_keys(group_.shape), ws_.moved.data(), moved_,
+      group_.kernels.dot_rows(store_.host().keys(group_.shape), ws_.moved.data(), moved_,
                               group_.query(first), heads, group_.query_stride, group_.weight(first),
                               group_.weight_stride);
     });
@@ -143,16 +143,20 @@ class Step {
     }
     group_.in_parts([&](int first, int heads) {
       float* out = ws_.output.data() + first * dim;
-      const auto add = [&](const PagedRows& values, std::int64_t count, std::int64_t first_slot) {
-        group_.kernels.weighted_rows({nullptr, group_.shape.storage, dim, static_cast<int>(dim),
-                                      values.pages(), values.first(), 0},
-                                     nullptr, count, group_.resident_weight(first) + first_slot,
-                                     heads, group_.resident_stride, out, dim);
+      const auto add = [&](const Rows& values, std::int64_t count, std::int64_t first_slot) {
+        group_.kernels.weighted_rows(values, nullptr, count,
+                                     group_.resident_weight(first) + first_slot, heads,
+                                     group_.resident_stride, out, dim);
       };
-      if (group_.drawn > 0) add(store_.drawn().value, group_.drawn, 0);
-      add(store_.window().value, group_.residents - group_.drawn, group_.drawn);
+      if (group_.drawn > 0) {
+        const PagedRows& values = store_.drawn().value;
+        add({nullptr, group_.shape.storage, dim, static_cast<int>(dim), values.pages(),
+             values.first(), 0},
+            group_.drawn, 0);
+      }
+      add(store_.window_values(group_.shape), group_.residents - group_.drawn, group_.drawn);
       if (moved_ > 0) {
-        group_.kernels.weighted_rows(store_.host_values(group_.shape), ws_.moved.data(), moved_,
+        group_.kernels.weighted_rows(store_.host().values(group_.shape), ws_.moved.data(), moved_,
                                      group_.weight(first), heads, group_.weight_stride, out, dim);
       }
       if (group_.clusters > 0) {

@@ -79,7 +79,7 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
         std::vector<float> queries(index(6 * setup.key_dim));
         for (float& x : queries) x = static_cast<float>(normal(random_));
         head.basis =
-            make_basis(setup.sketch.bits, store.host_keys(shape_), odds, nullptr, queries, 5);
+            make_basis(setup.sketch.bits, store.host().keys(shape_), odds, nullptr, queries, 5);
       }
       head.order = shuffled(length.compressed, setup.seed + 10 * slot + index(h));
       head.odds = odds_by_place(odds, 0, head.order);
@@ -87,7 +87,7 @@ Scene::Scene(const Setup& setup) : setup_(setup), random_(setup.seed) {
       const DrawId name{3, slot, 0, static_cast<std::uint32_t>(h)};
       head.drawn = draw_places(name, Selection::poisson, head.odds, 0, head.order);
       if (setup.clusters) {
-        head.clusters = make_clusters(store.host_values(shape_), head.order.position, head.odds);
+        head.clusters = make_clusters(store.host().values(shape_), head.order.position, head.odds);
       }
       std::optional<cpu::Window> window = store.reserve_compress(
           shape_, has_codes(setup.sketch.kind) ? head.basis.shape : shape_.sketch, head, 0);

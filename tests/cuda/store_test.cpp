@@ -221,7 +221,7 @@ struct Pair {
     const std::vector<std::uint32_t> before = heads[h].order().position;
     std::vector<std::uint32_t> position(before.begin() + from, before.end());
     position.insert(position.end(), more.order.position.begin(), more.order.position.end());
-    return verkv::make_clusters(heads[h].host_values(shape), position, odds(h, from, more));
+    return verkv::make_clusters(heads[h].host().values(shape), position, odds(h, from, more));
   }
 
   // Odds from place `from` on, likewise.
@@ -253,7 +253,7 @@ struct Pair {
         std::vector<float> queries;
         for (std::int64_t i = 0; i < 5 * setup.key_dim; ++i)
           queries.push_back(static_cast<float>(random.normal()));
-        head.basis = verkv::make_basis(setup.sketch.bits, heads[h].host_keys(shape), head.odds,
+        head.basis = verkv::make_basis(setup.sketch.bits, heads[h].host().keys(shape), head.odds,
                                        nullptr, queries, 7);
       }
       const verkv::Rows keys = store->host_keys(static_cast<std::int64_t>(h));

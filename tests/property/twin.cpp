@@ -36,6 +36,7 @@ TwinCache::TwinCache(const CacheConfig& config) : config_(config) {
   first_.push_back(static_cast<std::int64_t>(config_.layers.size()));
   config_.fast_bytes_limit.reset();
   config_.host_bytes_limit.reset();
+  config_.host = HostTier::own;
   config_.threads = 1;
   config_.study.vector_code = false;
   cache_ = make_cpu_cache(config_);

@@ -61,6 +61,7 @@ CacheConfig draw_config(Random& random) {
   if (random.below(5) == 0) config.study.cap.reset();
   if (random.below(4) == 0) config.fast_bytes_limit = 6'000 + 20'000 * random.below(2);
   if (random.below(8) == 0) config.host_bytes_limit = 40'000;
+  if (random.below(3) == 0) config.host = HostTier::engine;
   return config;
 }
 
@@ -79,6 +80,7 @@ const std::vector<World::Operation> World::kOperations = {
     {"erase", 2, &World::erase},
     {"redraw", 3, &World::redraw},
     {"fork", 4, &World::fork},
+    {"move", 3, &World::move},
     {"save and restore", 6, &World::save_and_restore},
     {"read", 2, &World::read},
     {"misuse", 10, &World::misuse},
@@ -93,6 +95,10 @@ World::World(std::uint64_t seed, Tallies& tallies, std::ostream* trace)
   spread_ = pick(random, {0.5, 1.0, 2.0});
   for (std::size_t l = 0; l < config_.layers.size(); ++l) {
     if (config_.layers[l].cached) cached_.push_back(static_cast<std::int64_t>(l));
+  }
+  if (config_.host == HostTier::engine) {
+    for (const LayerConfig& layer : config_.layers)
+      engine_.push_back(std::make_unique<EngineCells>(layer, config_.storage, random));
   }
   twins_ = std::make_unique<TwinCache>(config_);
   cache_ = make_cpu_cache(config_);
@@ -115,8 +121,8 @@ std::string World::configuration() const {
        << ", sketch " << static_cast<int>(c.sketch.kind) << "/" << c.sketch.bits << ", select "
        << static_cast<int>(c.study.select) << ", estimator " << static_cast<int>(c.study.estimator)
        << ", cap " << shown(c.study.cap) << ", threads " << shown(c.threads) << ", fast limit "
-       << shown(c.fast_bytes_limit) << ", host limit " << shown(c.host_bytes_limit) << ", at most "
-       << most_tokens_ << " tokens";
+       << shown(c.fast_bytes_limit) << ", host tier " << static_cast<int>(c.host) << ", limit "
+       << shown(c.host_bytes_limit) << ", at most " << most_tokens_ << " tokens";
   return text.str();
 }
 
@@ -230,7 +236,24 @@ bool World::may_compress(const Member& member, std::int64_t layer, std::int64_t 
   return window + tokens >= config_.local_tokens + *config_.chunk_tokens;
 }
 
-void World::appended(Member& member, std::int64_t layer, const Block& keys, const Block& values) {
+World::Given World::give(std::int64_t layer, const Rows& rows,
+                         std::span<const SequenceId> sequences) {
+  if (engine_.empty()) return {rows.keys.view(), rows.values.view(), nullptr};
+  auto placed = engine_[size(layer)]->place(rows.keys, rows.values, sequences, random_);
+  const TensorView keys = placed->keys;
+  const TensorView values = placed->values;
+  return {keys, values, std::move(placed)};
+}
+
+void World::appended(Member& member, std::int64_t layer, const Rows& rows, const Given& given,
+                     std::int64_t first, std::int64_t count) {
+  const Block keys = rows.keys.part(first, count);
+  const Block values = rows.values.part(first, count);
+  if (given.placed) {
+    const auto from = given.placed->rows.begin() + first;
+    auto& cells = member.cells[size(layer)];
+    cells.insert(cells.end(), from, from + count);
+  }
   member.layers[size(layer)].append(keys, values);
   const std::int64_t before = member.twin->compressed_tokens(layer);
   member.twin->append(layer, keys, values);
@@ -245,6 +268,7 @@ void World::create() {
   for (const LayerConfig& layer : config_.layers)
     member->layers.emplace_back(layer, config_.storage);
   member->ahead.assign(config_.layers.size(), false);
+  member->cells.resize(config_.layers.size());
   member->name = "s" + std::to_string(created_);
   if (!attempt([&] { member->id = cache_->create_sequence(draw); })) return;
   member->family = created_++;
@@ -261,11 +285,10 @@ void World::append() {
   say(member.name, " tokens ", tokens, " layers");
   for (const std::int64_t layer : some_layers()) {
     const Rows rows = draw_rows(layer, tokens);
+    const Given given = give(layer, rows);
     say(layer);
-    if (!attempt([&] { cache_->append(member.id, layer, rows.keys.view(), rows.values.view()); })) {
-      break;
-    }
-    appended(member, layer, rows.keys, rows.values);
+    if (!attempt([&] { cache_->append(member.id, layer, given.keys, given.values); })) break;
+    appended(member, layer, rows, given, 0, tokens);
   }
 }
 
@@ -321,18 +344,12 @@ void World::append_batch() {
   say(text_of(runs), "layers");
   for (const std::int64_t layer : layers) {
     const Rows rows = draw_rows(layer, static_cast<std::int64_t>(sequences.size()));
+    const Given given = give(layer, rows, sequences);
     say(layer);
-    if (!attempt([&] {
-          cache_->append(layer, {sequences, rows.keys.view(), rows.values.view()});
-        })) {
-      break;
-    }
+    if (!attempt([&] { cache_->append(layer, {sequences, given.keys, given.values}); })) break;
     std::int64_t first = 0;
     for (const Run& run : runs) {
-      if (run.member != nullptr) {
-        appended(*run.member, layer, rows.keys.part(first, run.rows),
-                 rows.values.part(first, run.rows));
-      }
+      if (run.member != nullptr) appended(*run.member, layer, rows, given, first, run.rows);
       first += run.rows;
     }
   }
@@ -436,20 +453,20 @@ bool World::ask(std::int64_t layer, const std::vector<Run>& runs, const Rows* ro
   std::vector<RowStatus> status(has_status ? count : 0);
   const AttendBatch batch{sequences,    queries.view(), result.output, result.lse,
                           result.query, result.kv,      status};
+  Given given;
+  if (rows != nullptr) given = give(layer, *rows, sequences);
   const bool done = attempt([&] {
     if (rows == nullptr) {
       cache_->attend(layer, batch);
     } else {
-      cache_->step(layer, rows->keys.view(), rows->values.view(), batch);
+      cache_->step(layer, given.keys, given.values, batch);
     }
   });
   if (!done) return false;
   std::int64_t first = 0;
   for (const Run& run : runs) {
-    if (run.member != nullptr && rows != nullptr) {
-      appended(*run.member, layer, rows->keys.part(first, run.rows),
-               rows->values.part(first, run.rows));
-    }
+    if (run.member != nullptr && rows != nullptr)
+      appended(*run.member, layer, *rows, given, first, run.rows);
     compare(layer, run, first, result, queries, has_reports);
     first += run.rows;
   }
@@ -589,6 +606,7 @@ void World::truncate() {
   if (result.exact != exact) violated("went back exactly: ", result.exact, ", not ", exact);
   if (!member.twin->truncate(tokens)) violated("the twin did not go back");
   for (DenseLayer& one : member.layers) one.truncate(tokens);
+  for (auto& cells : member.cells) cells.resize(std::min(cells.size(), size(tokens)));
 }
 
 // Tokens come in every layer, are asked for together, and some or all of them go: the twin gets only
@@ -616,9 +634,11 @@ void World::draft() {
   member.twin->reserve(tokens);
   member.reserved = true;
   std::vector<Result> results;
+  std::vector<Given> given;
+  for (std::size_t i = 0; i < cached_.size(); ++i) given.push_back(give(cached_[i], rows[i]));
   for (std::size_t i = 0; i < cached_.size(); ++i) {
     const LayerConfig& l = config_.layers[size(cached_[i])];
-    cache_->append(member.id, cached_[i], rows[i].keys.view(), rows[i].values.view());
+    cache_->append(member.id, cached_[i], given[i].keys, given[i].values);
     Result result;
     result.output.resize(size(tokens * l.query_heads * l.value_dim));
     result.lse.resize(size(tokens * l.query_heads));
@@ -638,7 +658,7 @@ void World::draft() {
       member.ahead[size(layer)] = true;
       continue;
     }
-    appended(member, layer, rows[i].keys.part(0, kept), rows[i].values.part(0, kept));
+    appended(member, layer, rows[i], given[i], 0, kept);
     if (!asks) continue;
     const Result alone = member.twin->attend(layer, queries[i].part(0, kept));
     results[i].output.resize(size(kept * l.query_heads * l.value_dim));
@@ -674,11 +694,40 @@ void World::fork() {
   other->layers = member.layers;
   other->ahead = member.ahead;
   other->reserved = member.reserved;
+  other->cells = member.cells;
   if (!attempt([&] { other->id = cache_->fork(member.id); })) return;
   ++created_;
   say(member.name, " as ", other->name);
   other->twin = member.twin->told_again();
   members_.push_back(std::move(other));
+}
+
+// Rows go to other cells, and what was in theirs is gone, unless a fork has it there.
+void World::move() {
+  Member& member = any();
+  const std::int64_t layer = cached_[random_.below(cached_.size())];
+  const std::int64_t held = cache_->tokens(member.id, layer);
+  const bool all = random_.below(4) == 0;
+  const std::int64_t first = all ? 0 : static_cast<std::int64_t>(random_.below(size(held + 1)));
+  const std::int64_t count =
+      all ? held : static_cast<std::int64_t>(random_.below(size(held - first + 1)));
+  say(member.name, " layer ", layer, " from ", first, " tokens ", count);
+  if (engine_.empty()) {
+    const Given given = give(layer, draw_rows(layer, 0));
+    attempt([&] { cache_->move(member.id, layer, 0, given.keys, given.values); }, true);
+    return;
+  }
+  auto& cells = member.cells[size(layer)];
+  const auto placed =
+      engine_[size(layer)]->move(std::span(cells).subspan(size(first), size(count)), random_);
+  if (random_.below(8) == 0) {
+    attempt([&] { cache_->move(member.id, layer, held + 1 - count, placed->keys, placed->values); },
+            true);
+    return;
+  }
+  if (!attempt([&] { cache_->move(member.id, layer, first, placed->keys, placed->values); }))
+    return;
+  std::copy(placed->rows.begin(), placed->rows.end(), cells.begin() + first);
 }
 
 // What is restored goes on as another sequence. Writers and readers throw on the way, and bytes are
@@ -715,7 +764,7 @@ void World::save_and_restore() {
     });
   };
   const std::int64_t before = all_bytes(cache_->memory());
-  if (!attempt(restore, fault < 2)) {
+  if (!attempt(restore, fault < 2 || !engine_.empty())) {
     if (all_bytes(cache_->memory()) != before) violated("a failed restore has left something");
     return;
   }
@@ -777,11 +826,14 @@ void World::misuse() {
   const auto batch = [&] {
     return AttendBatch{sequences, queries.view(), result.output, {}, {}, {}, {}};
   };
-  const auto append_rows = [&](SequenceId id) {
-    cache_->append(id, layer, rows.keys.view(), rows.values.view());
+  // Given when they are called, since the cases change the rows.
+  const auto refuse_append = [&](SequenceId id) {
+    const Given given = give(layer, rows);
+    attempt([&] { cache_->append(id, layer, given.keys, given.values); }, true);
   };
-  const auto step_rows = [&] {
-    cache_->step(layer, rows.keys.view(), rows.values.view(), batch());
+  const auto refuse_step = [&] {
+    const Given given = give(layer, rows);
+    attempt([&] { cache_->step(layer, given.keys, given.values, batch()); }, true);
   };
   const std::size_t kind = random_.below(14);
   say("kind ", kind, " ", member.name, " layer ", layer);
@@ -790,14 +842,14 @@ void World::misuse() {
   switch (kind) {
     case 0:
       rows.keys.data[random_.below(rows.keys.data.size())] = bad;
-      attempt([&] { append_rows(member.id); }, true);
+      refuse_append(member.id);
       break;
     case 1:
       rows.values.data[random_.below(rows.values.data.size())] = bad;
-      attempt([&] { append_rows(member.id); }, true);
+      refuse_append(member.id);
       break;
     case 2:
-      attempt([&] { append_rows(gone); }, true);
+      refuse_append(gone);
       break;
     case 3:
       attempt([&] { cache_->append(member.id, 2, rows.keys.view(), rows.values.view()); }, true);
@@ -805,24 +857,25 @@ void World::misuse() {
     case 4:
       rows.keys.heads = rows.keys.heads == 1 ? 2 : 1;
       rows.keys.data.resize(size(3 * rows.keys.heads * rows.keys.dim));
-      attempt([&] { append_rows(member.id); }, true);
+      attempt([&] { cache_->append(member.id, layer, rows.keys.view(), rows.values.view()); },
+              true);
       break;
     case 5:
       // The last row only: those before it must not have come in.
       rows.keys.at(2, 0, 0) = bad;
-      attempt(step_rows, true);
+      refuse_step();
       break;
     case 6:
       queries.at(2, 0, 0) = bad;
-      attempt(step_rows, true);
+      refuse_step();
       break;
     case 7:
       sequences[2] = gone;
-      attempt(step_rows, true);
+      refuse_step();
       break;
     case 8:
       sequences[1] = kNoSequence;
-      attempt(step_rows, true);
+      refuse_step();
       break;
     case 9:
       sequences = {member.id, gone, member.id};
@@ -830,7 +883,7 @@ void World::misuse() {
       break;
     case 10:
       result.output.resize(result.output.size() - 1);
-      attempt(step_rows, true);
+      refuse_step();
       break;
     case 11:
       attempt(
@@ -860,8 +913,21 @@ void World::check_memory() {
   for (const auto& member : members_) {
     const MemoryReport memory = cache_->memory(member->id);
     const MemoryReport twin = member->twin->memory();
-    if (memory.resident_bytes != twin.resident_bytes || memory.sketch_bytes != twin.sketch_bytes ||
-        memory.host_bytes != twin.host_bytes || memory.basis_bytes != twin.basis_bytes) {
+    std::int64_t window = 0;  // bytes of rows that are not compressed
+    std::int64_t addresses = 0;
+    for (const std::int64_t layer : cached_) {
+      const LayerConfig& l = config_.layers[size(layer)];
+      const std::int64_t tokens = cache_->tokens(member->id, layer);
+      window += (tokens - cache_->compressed_tokens(member->id, layer)) * l.kv_heads *
+                (l.key_dim + l.value_dim) * static_cast<std::int64_t>(size_bytes(config_.storage));
+      addresses += 2 * tokens * static_cast<std::int64_t>(sizeof(void*));
+    }
+    const bool own = engine_.empty();
+    if (memory.resident_bytes != twin.resident_bytes - (own ? 0 : window) ||
+        memory.sketch_bytes != twin.sketch_bytes ||
+        (own ? memory.host_bytes : memory.engine_bytes) != twin.host_bytes ||
+        (own ? memory.engine_bytes : memory.host_bytes) != 0 ||
+        memory.basis_bytes != twin.basis_bytes + (own ? 0 : addresses)) {
       violated(member->name, ": memory differs from that of the sequence alone");
     }
     sum += all_bytes(memory);
@@ -891,6 +957,10 @@ void World::check_state() {
       if (compressed != member->twin->compressed_tokens(layer))
         violated(member->name, ", layer ", layer, ": ", compressed, " tokens are compressed, not ",
                  member->twin->compressed_tokens(layer));
+      const std::int64_t changed = cache_->changed_row(member->id, layer);
+      if (changed >= 0)
+        violated(member->name, ", layer ", layer, ": the resident of token ", changed,
+                 " is not what the host tier has");
     }
   }
   check_memory();

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <ostream>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -15,6 +16,7 @@
 #include <verkv/kv_cache_manager.hpp>
 
 #include "property/dense_model.hpp"
+#include "support/engine_cells.hpp"
 #include "property/twin.hpp"
 #include "reference/statistics.hpp"
 
@@ -66,6 +68,8 @@ class World {
     std::vector<bool> ahead;
     // What was reserved is not saved, and a twin that is told all anew would have it.
     bool reserved = false;
+    // [layer]: where the engine has its tokens, if it has them.
+    std::vector<std::vector<EngineCells::Row>> cells;
   };
   // Consecutive rows of a batch; member null: padding.
   struct Run {
@@ -75,6 +79,12 @@ class World {
   struct Rows {
     Block keys;
     Block values;
+  };
+  // What the cache is given of rows: their own memory, or cells of the engine.
+  struct Given {
+    TensorView keys;
+    TensorView values;
+    std::unique_ptr<EngineCells::Placed> placed;
   };
   struct Operation {
     const char* name;
@@ -95,6 +105,7 @@ class World {
   void erase();
   void redraw();
   void fork();
+  void move();
   void save_and_restore();
   void read();
   void misuse();
@@ -111,7 +122,10 @@ class World {
 
   template <class Call>
   bool attempt(Call&& call, bool wrong = false);
-  void appended(Member& member, std::int64_t layer, const Block& keys, const Block& values);
+  Given give(std::int64_t layer, const Rows& rows, std::span<const SequenceId> sequences = {});
+  // The twin and the model get rows [first, first + count) of what the cache got.
+  void appended(Member& member, std::int64_t layer, const Rows& rows, const Given& given,
+                std::int64_t first, std::int64_t count);
   // Attends (with rows: after an append, as one step) and compares. false: it was refused.
   bool ask(std::int64_t layer, const std::vector<Run>& runs, const Rows* rows);
   void compare(std::int64_t layer, const Run& run, std::int64_t first, const Result& all,
@@ -132,6 +146,7 @@ class World {
   std::vector<std::int64_t> cached_;
   std::int64_t most_tokens_ = 0;
   double spread_ = 1;
+  std::vector<std::unique_ptr<EngineCells>> engine_;  // [layer], if it has the rows
   std::unique_ptr<TwinCache> twins_;
   std::unique_ptr<KvCacheManager> cache_;
   std::vector<std::unique_ptr<Member>> members_;

@@ -39,7 +39,7 @@ inline FlatHead flat(const cpu::HeadStore& store, const cpu::LayerShape& shape) 
     for (std::int64_t i = 0; i < rows.size(); ++i) add(to, rows.row(i), rows.row_bytes());
   };
   with_element(shape.storage, [&](auto zero) {
-    const Rows keys = store.host_keys(shape);
+    const Rows keys = store.host().keys(shape);
     for (std::int64_t i = 0; i < store.tokens(); ++i)
       add(result.host_rows, row_of<decltype(zero)>(keys, i), shape.row_bytes());
   });

@@ -62,7 +62,7 @@ HWY_INLINE void prefetch(const T* p, int elements) {
   for (int j = 0; j < elements; j += kLine) hwy::Prefetch(p + j);
 }
 
-// row_at: ContiguousRows or PagedRowsOf.
+// row_at: ContiguousRows, PagedRowsOf or ListedRows.
 template <int kHeads, class RowAt>
 void dot_rows_of(const RowAt row_at, int dim, const std::uint32_t* index, std::int64_t count,
                  const float* q, std::int64_t q_stride, float* out, std::int64_t out_stride) {
@@ -79,9 +79,9 @@ void dot_rows_of(const RowAt row_at, int dim, const std::uint32_t* index, std::i
       row[r] = row_at(index != nullptr ? std::int64_t{index[at]} : at);
     });
     // Two batches ahead. A guess: nearer lines come too late, farther ones may be evicted again.
-    if (index != nullptr && i + 3 * kRowsAtOnce <= count) {
+    if ((RowAt::kAnywhere || index != nullptr) && i + 3 * kRowsAtOnce <= count) {
       for (std::int64_t r = i + 2 * kRowsAtOnce; r < i + 3 * kRowsAtOnce; ++r) {
-        prefetch(row_at(std::int64_t{index[r]}), dim);
+        prefetch(row_at(index != nullptr ? std::int64_t{index[r]} : r), dim);
       }
     }
     VF acc[kHeads * kRowsAtOnce][kParts];
@@ -134,6 +134,8 @@ void with_rows(const Rows& rows, F&& f) {
     using T = decltype(zero);
     if (rows.pages != nullptr) {
       f(paged<T>(rows));
+    } else if (rows.list != nullptr) {
+      f(listed<T>(rows));
     } else {
       f(contiguous<T>(rows));
     }
@@ -173,6 +175,11 @@ void add_weighted(const RowAt row_at, const std::uint32_t* index, std::int64_t b
     for (std::int64_t i = begin; i < end; ++i) {
       if (i + kAhead < end) prefetch(row_at(std::int64_t{index[i + kAhead]}) + j, kVectors * kN);
       add(row_at(std::int64_t{index[i]}) + j, i);
+    }
+  } else if constexpr (RowAt::kAnywhere) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) prefetch(row_at(i + kAhead) + j, kVectors * kN);
+      add(row_at(i) + j, i);
     }
   } else {
     for (std::int64_t i = begin; i < end;) {

@@ -1,0 +1,37 @@
+// What is fixed for a layer.
+#ifndef VERKV_SRC_CPU_LAYER_SHAPE_HPP
+#define VERKV_SRC_CPU_LAYER_SHAPE_HPP
+
+#include <cstdint>
+
+#include <verkv/settings.hpp>
+#include <verkv/sketch.hpp>
+#include <verkv/types.hpp>
+
+namespace verkv::cpu {
+
+struct LayerShape {
+  LayerConfig config;
+  int group = 1;  // query heads per KV head
+  float scale = 1;
+  float soft_cap = 0;  // 0: none
+  DType storage = DType::f16;
+  SketchShape sketch;     // the largest; each head has its own
+  bool clusters = false;  // estimates by clusters
+  HostTier host = HostTier::own;
+
+  std::int64_t row_elements() const { return config.key_dim + config.value_dim; }
+  std::int64_t row_bytes() const {
+    return row_elements() * static_cast<std::int64_t>(size_bytes(storage));
+  }
+  std::int64_t key_bytes() const {
+    return config.key_dim * static_cast<std::int64_t>(size_bytes(storage));
+  }
+  std::int64_t value_bytes() const {
+    return config.value_dim * static_cast<std::int64_t>(size_bytes(storage));
+  }
+};
+
+}  // namespace verkv::cpu
+
+#endif  // VERKV_SRC_CPU_LAYER_SHAPE_HPP
