@@ -244,6 +244,7 @@ verkv_cache_config to_c(const CacheConfig& config) noexcept {
   c.study_probability = optional(config.study.probability);
   c.study_cap = optional(config.study.cap);
   c.host = number(config.host);
+  c.chunks_in_turn = config.chunks_in_turn;
   return c;
 }
 
@@ -266,6 +267,7 @@ CacheConfig cache_config(const verkv_cache_config* from) {
   config.sink_tokens = c.sink_tokens;
   config.chunk_tokens = from_c(c.chunk_tokens);
   config.compress_from = from_c(c.compress_from);
+  config.chunks_in_turn = c.chunks_in_turn != 0;
   config.sketch.bits = narrow(c.sketch_bits, "sketch bits");
   config.seed = c.seed;
   config.threads = std::nullopt;

@@ -72,6 +72,13 @@ void check_importance(const ImportanceView& view, std::size_t layer) {
   }
 }
 
+// Multiples of the golden section lie evenly in [0, 1), however many there are.
+std::int64_t chunk_delay(std::int64_t chunk, std::uint32_t layer) {
+  constexpr double kGolden = 0.6180339887498949;
+  const double at = static_cast<double>(layer) * kGolden;
+  return static_cast<std::int64_t>((at - std::floor(at)) * static_cast<double>(chunk));
+}
+
 // The first of the new clusters may have begun before.
 void add_clusters(HeadCompression& head, const HeadRows& rows) {
   std::vector<std::uint32_t> position(
@@ -98,6 +105,8 @@ Compressor::Compressor(const CacheConfig& config) : config_(config) {
     layer.global_layer =
         static_cast<std::uint32_t>(from.global_layer.value_or(static_cast<std::int64_t>(i)));
     layer.first_global_kv_head = static_cast<std::uint32_t>(from.first_global_kv_head);
+    if (config.chunks_in_turn)
+      layer.chunk_delay = chunk_delay(config.chunk_tokens.value_or(0), layer.global_layer);
     layers_.push_back(layer);
   }
 }
@@ -158,7 +167,8 @@ std::int64_t Compressor::outgrown(std::size_t layer, const LayerLengths& lengths
                                   std::int64_t added) const {
   if (!config_.chunk_tokens || config_.keep >= 1) return 0;
   const std::int64_t chunk = *config_.chunk_tokens;
-  const std::int64_t more = lengths.tokens + added - lengths.compressed - config_.local_tokens;
+  const std::int64_t more = lengths.tokens + added - lengths.compressed - config_.local_tokens -
+                            layers_[layer].chunk_delay;
   const std::int64_t whole = std::max<std::int64_t>(0, more) / chunk * chunk;
   return suffices(layer, lengths.compressed, whole) ? whole : 0;
 }

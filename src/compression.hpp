@@ -101,7 +101,8 @@ class VERKV_API Compressor {
                                       std::span<const ImportanceView> importance) const;
 
   // By how many tokens, in whole chunks, the local window of a layer will have outgrown
-  // local_tokens with `added` more. 0: nothing to compress, or too little for a first compression.
+  // local_tokens (with CacheConfig::chunks_in_turn: and the layer's delay) with `added` more. 0: nothing
+  // to compress, or too little for a first compression.
   std::int64_t outgrown(std::size_t layer, const LayerLengths& lengths,
                         std::int64_t added = 0) const;
 
@@ -134,6 +135,8 @@ class VERKV_API Compressor {
     std::int64_t key_dim = 0;
     std::uint32_t global_layer = 0;
     std::uint32_t first_global_kv_head = 0;
+    // Tokens that its window may outgrow local_tokens by before chunks fall due.
+    std::int64_t chunk_delay = 0;
   };
 
   // Whether `count` more tokens of a layer may be compressed.

@@ -79,6 +79,7 @@ std::string saved_settings(const CacheConfig& config) {
   lines.add("local tokens", config.local_tokens);
   lines.add("sink tokens", config.sink_tokens);
   lines.add("chunk tokens", or_none(config.chunk_tokens));
+  if (config.chunks_in_turn) lines.add("chunks", "in turn");
   lines.add("compress from", or_none(config.compress_from));
   lines.add("pool", name(config.pool));
   lines.add("sketch", name(config.sketch.kind));

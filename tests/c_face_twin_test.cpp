@@ -138,7 +138,7 @@ void check_same(const verkv_layer_config& c, const LayerConfig& x) {
 
 void check_same(const verkv_cache_config& c, const CacheConfig& x) {
   const auto& [layers, storage, host, keep, fetch, fast_limit, host_limit, local, sinks, chunk,
-               from, pool, sketch, seed, threads, executor, study] = x;
+               in_turn, from, pool, sketch, seed, threads, executor, study] = x;
   const auto& [mode, risk, epsilon, delta, limit] = fetch;
   const auto& [kind, bits] = sketch;
   const auto& [select, estimator, floor, order, probability, cap, vector_code] = study;
@@ -151,6 +151,7 @@ void check_same(const verkv_cache_config& c, const CacheConfig& x) {
   CHECK(same(c.local_tokens, local));
   CHECK(same(c.sink_tokens, sinks));
   CHECK(same(c.chunk_tokens, chunk));
+  CHECK(same(c.chunks_in_turn, in_turn));
   CHECK(same(c.compress_from, from));
   CHECK(same(c.pool, pool));
   CHECK(same(c.seed, seed));
@@ -187,6 +188,7 @@ CacheConfig odd_config() {
   config.local_tokens = 7;
   config.sink_tokens = 8;
   config.chunk_tokens = 9;
+  config.chunks_in_turn = true;
   config.compress_from = 10;
   config.pool = Pool::sequence;
   config.sketch = {SketchKind::exact, 3};

@@ -389,6 +389,38 @@ TEST_CASE("Window: a score is the root mean square of what the steps gave") {
   CHECK(verkv::window_score(0.0f, 9) == 0.0f);
 }
 
+TEST_CASE("Window: layers in turn wait for different parts of a chunk, each for its own") {
+  for (const std::int64_t chunk : {1, 5, 16, 128}) {
+    CacheConfig config;
+    config.layers.resize(32);
+    config.chunk_tokens = chunk;
+    config.chunks_in_turn = true;
+    const Compressor compressor(config);
+    // By how many tokens each layer's window outgrows local_tokens before a chunk falls due.
+    const auto due = [&](const Compressor& by, std::size_t layer, std::int64_t times) {
+      LayerLengths lengths{1000 + config.local_tokens, 1000};
+      while (by.outgrown(layer, lengths) < times * chunk) ++lengths.tokens;
+      CHECK(by.outgrown(layer, lengths) == times * chunk);
+      return lengths.tokens - 1000 - config.local_tokens;
+    };
+    CHECK(due(compressor, 0, 1) == chunk);
+    std::vector<std::int64_t> together(static_cast<std::size_t>(chunk));
+    for (std::size_t layer = 0; layer < 32; ++layer) {
+      const std::int64_t wait = due(compressor, layer, 1) - chunk;
+      REQUIRE(wait >= 0);
+      REQUIRE(wait < chunk);
+      CHECK(due(compressor, layer, 3) == wait + 3 * chunk);
+      ++together[static_cast<std::size_t>(wait)];
+      CacheConfig split = config;
+      split.layers.resize(1);
+      split.layers[0].global_layer = static_cast<std::int64_t>(layer);
+      CHECK(due(Compressor(split), 0, 1) == wait + chunk);
+    }
+    const std::int64_t most = *std::max_element(together.begin(), together.end());
+    CHECK(most <= (32 + chunk - 1) / chunk + (chunk > 1 && chunk < 32 ? 1 : 0));
+  }
+}
+
 TEST_CASE("Window: each chunk has a budget of its own, as the reference has it") {
   Random random(5);
   int chunks = 0;

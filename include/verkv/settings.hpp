@@ -225,6 +225,10 @@ struct CacheConfig {
   std::int64_t sink_tokens = 4;
   // Tokens compressed at a time during decode, at least 1; none: only when compress is called.
   std::optional<std::int64_t> chunk_tokens = 128;
+  // true: layers compress their chunks at different tokens, so that no single step pays for all of them.
+  // A layer waits for a part of chunk_tokens more, which its number in the model gives
+  // (LayerConfig::global_layer; layer 0 waits for none): on average half a chunk more is resident.
+  bool chunks_in_turn = false;
   // Tokens beside sinks that the first compression of a layer must take; until it can, all stay
   // resident and exact. 0: none. No value: the larger of chunk_tokens and 2 key_dim where the
   // sketch has a basis.

@@ -170,6 +170,7 @@ typedef struct verkv_cache_config {
   verkv_optional_double study_probability;
   verkv_optional_double study_cap;
   int64_t host; /* VERKV_HOST_TIER_ */
+  int64_t chunks_in_turn; /* 0 or 1 */
 } verkv_cache_config;
 
 /* Set every field to its default, `size` and layer_size to those of the caller. */

@@ -48,6 +48,7 @@ CacheConfig draw_config(Random& random) {
   config.sink_tokens = pick<std::int64_t>(random, {0, 1, 4});
   config.chunk_tokens = pick<std::int64_t>(random, {1, 4, 8, 16});
   if (random.below(6) == 0) config.chunk_tokens.reset();
+  config.chunks_in_turn = random.below(3) == 0;
   if (random.below(3) > 0) config.compress_from = 0;
   config.pool = pick(random, {Pool::head, Pool::head, Pool::head, Pool::layer, Pool::sequence});
   config.sketch.kind = pick(random, {SketchKind::calibrated, SketchKind::exact});
@@ -117,12 +118,13 @@ std::string World::configuration() const {
        << static_cast<int>(c.fetch.mode) << ", epsilon " << shown(c.fetch.epsilon) << ", risk "
        << shown(c.fetch.risk) << ", limit " << shown(c.fetch.limit_tokens) << ", local "
        << c.local_tokens << ", sinks " << c.sink_tokens << ", chunk " << shown(c.chunk_tokens)
-       << ", compress from " << shown(c.compress_from) << ", pool " << static_cast<int>(c.pool)
-       << ", sketch " << static_cast<int>(c.sketch.kind) << "/" << c.sketch.bits << ", select "
-       << static_cast<int>(c.study.select) << ", estimator " << static_cast<int>(c.study.estimator)
-       << ", cap " << shown(c.study.cap) << ", threads " << shown(c.threads) << ", fast limit "
-       << shown(c.fast_bytes_limit) << ", host tier " << static_cast<int>(c.host) << ", limit "
-       << shown(c.host_bytes_limit) << ", at most " << most_tokens_ << " tokens";
+       << (c.chunks_in_turn ? " in turn" : "") << ", compress from " << shown(c.compress_from)
+       << ", pool " << static_cast<int>(c.pool) << ", sketch " << static_cast<int>(c.sketch.kind)
+       << "/" << c.sketch.bits << ", select " << static_cast<int>(c.study.select) << ", estimator "
+       << static_cast<int>(c.study.estimator) << ", cap " << shown(c.study.cap) << ", threads "
+       << shown(c.threads) << ", fast limit " << shown(c.fast_bytes_limit) << ", host tier "
+       << static_cast<int>(c.host) << ", limit " << shown(c.host_bytes_limit) << ", at most "
+       << most_tokens_ << " tokens";
   return text.str();
 }
 

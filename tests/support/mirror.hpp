@@ -286,7 +286,14 @@ class Mirror {
     std::vector<MirrorHead>& heads = layers_[size(layer)];
     if (!compressed_before_[size(layer)] || !config_.chunk_tokens || config_.keep >= 1) return;
     const std::size_t chunk = size(*config_.chunk_tokens);
-    while (heads[0].window_square.size() >= size(config_.local_tokens) + chunk) {
+    double turn = 0;
+    if (config_.chunks_in_turn) {
+      const LayerConfig& of = config_.layers[size(layer)];
+      turn =
+          std::fmod(static_cast<double>(of.global_layer.value_or(layer)) * 0.6180339887498949, 1);
+    }
+    const std::size_t wait = static_cast<std::size_t>(turn * static_cast<double>(chunk));
+    while (heads[0].window_square.size() >= size(config_.local_tokens) + wait + chunk) {
       std::vector<reference::PoolHead> pool;
       for (const MirrorHead& head : heads) {
         reference::PoolHead part{{}, head.odds.size(), 0};
