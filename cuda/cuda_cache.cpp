@@ -44,6 +44,11 @@ std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& config) {
   if (config.study.order == FetchOrder::exact) {
     reasons.emplace_back("the exact order of fetches; a device orders by worth");
   }
+  if (config.fast_allocator.allocate != nullptr || config.host_allocator.allocate != nullptr) {
+    reasons.emplace_back(
+        "allocators of the engine; a device allocates through CUDA, which pins and maps the host "
+        "tier");
+  }
   return reasons;
 }
 

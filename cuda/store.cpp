@@ -406,8 +406,8 @@ void LayerStore::add_memory(MemoryReport& report) const {
   const std::int64_t window = tokens() - end;
   const std::int64_t queries = tokens() - views_.front().first_scored;
   used.metadata_bytes = 4 * residents + heads() * (2 * padded + 8 * window + 4 * queries * window);
-  const std::int64_t allocated =
-      host_.bytes() + resident_keys_.bytes() + resident_values_.bytes() + resident_place_.bytes() +
+  const std::int64_t on_device =
+      resident_keys_.bytes() + resident_values_.bytes() + resident_place_.bytes() +
       window_square_.bytes() + window_steps_.bytes() + given_.bytes() + has_given_.bytes() +
       codes_.bytes() + scales_.bytes() + odds_.bytes() + channel_means_.bytes() +
       basis_query_.bytes() + centroids_.bytes() + spreads_.bytes();
@@ -417,7 +417,10 @@ void LayerStore::add_memory(MemoryReport& report) const {
   report.basis_bytes += used.basis_bytes;
   report.metadata_bytes += used.metadata_bytes;
   if (host_.pageable()) report.pageable_bytes += host_.bytes();
-  report.reserved_bytes += allocated - used.host_bytes - positions - used.fast_bytes();
+  const std::int64_t on_host = host_.bytes() - used.host_bytes - positions;
+  report.reserved_bytes += on_host + on_device - used.fast_bytes();
+  report.host_reserved_bytes += on_host;
+  report.fast_reserved_bytes += on_device - used.fast_bytes();
 }
 
 }  // namespace verkv::cuda

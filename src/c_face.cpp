@@ -33,6 +33,8 @@ verkv_memory_report to_c(const MemoryReport& report) noexcept {
   c.pageable_bytes = report.pageable_bytes;
   c.shared_bytes = report.shared_bytes;
   c.engine_bytes = report.engine_bytes;
+  c.fast_reserved_bytes = report.fast_reserved_bytes;
+  c.host_reserved_bytes = report.host_reserved_bytes;
   return c;
 }
 

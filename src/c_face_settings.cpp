@@ -245,6 +245,10 @@ verkv_cache_config to_c(const CacheConfig& config) noexcept {
   c.study_cap = optional(config.study.cap);
   c.host = number(config.host);
   c.chunks_in_turn = config.chunks_in_turn;
+  const TierAllocator& fast = config.fast_allocator;
+  const TierAllocator& host = config.host_allocator;
+  c.fast_allocator = {fast.allocate, fast.release, fast.user};
+  c.host_allocator = {host.allocate, host.release, host.user};
   return c;
 }
 
@@ -281,6 +285,10 @@ CacheConfig cache_config(const verkv_cache_config* from) {
   config.study.probability = from_c(c.study_probability);
   config.study.cap = from_c(c.study_cap);
   config.host = enumerator<HostTier>(c.host, "host tier");
+  const verkv_tier_allocator& fast = c.fast_allocator;
+  const verkv_tier_allocator& host = c.host_allocator;
+  config.fast_allocator = {fast.allocate, fast.release, fast.user};
+  config.host_allocator = {host.allocate, host.release, host.user};
   return config;
 }
 

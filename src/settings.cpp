@@ -177,6 +177,13 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   if (config.compress_from && *config.compress_from < 0)
     reasons.add("compression from {} tokens; cannot be negative", *config.compress_from);
   reasons.add_unless_known("pool", config.pool);
+  for (const TierAllocator* allocator : {&config.fast_allocator, &config.host_allocator}) {
+    if ((allocator->allocate == nullptr) != (allocator->release == nullptr)) {
+      reasons.add("an allocator of the {} tier that cannot {}; both functions are needed",
+                  allocator == &config.fast_allocator ? "fast" : "host",
+                  allocator->allocate == nullptr ? "allocate" : "release");
+    }
+  }
   check_sketch(config.sketch, reasons);
   if (config.threads && (*config.threads < 1 || *config.threads > kMaxThreads)) {
     reasons.add("{} threads; 1 to {} are supported, or none for one per hardware thread",

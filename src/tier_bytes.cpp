@@ -20,6 +20,8 @@ void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign) {
   to.pageable_bytes += sign * one.pageable_bytes;
   to.shared_bytes += sign * one.shared_bytes;
   to.engine_bytes += sign * one.engine_bytes;
+  to.fast_reserved_bytes += sign * one.fast_reserved_bytes;
+  to.host_reserved_bytes += sign * one.host_reserved_bytes;
 }
 
 void check_tiers(const CacheConfig& config, const TierBytes& held, const TierBytes& kept,

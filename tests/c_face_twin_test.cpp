@@ -138,7 +138,8 @@ void check_same(const verkv_layer_config& c, const LayerConfig& x) {
 
 void check_same(const verkv_cache_config& c, const CacheConfig& x) {
   const auto& [layers, storage, host, keep, fetch, fast_limit, host_limit, local, sinks, chunk,
-               in_turn, from, pool, sketch, seed, threads, executor, study] = x;
+               in_turn, from, pool, sketch, seed, threads, executor, fast_allocator,
+               host_allocator, study] = x;
   const auto& [mode, risk, epsilon, delta, limit] = fetch;
   const auto& [kind, bits] = sketch;
   const auto& [select, estimator, floor, order, probability, cap, vector_code] = study;
@@ -157,6 +158,13 @@ void check_same(const verkv_cache_config& c, const CacheConfig& x) {
   CHECK(same(c.seed, seed));
   CHECK(same(c.threads, threads));
   CHECK((c.executor != nullptr) == (executor != nullptr));
+  const auto check_allocator = [](const verkv_tier_allocator& a, const TierAllocator& b) {
+    CHECK(a.allocate == b.allocate);
+    CHECK(a.release == b.release);
+    CHECK(a.user == b.user);
+  };
+  check_allocator(c.fast_allocator, fast_allocator);
+  check_allocator(c.host_allocator, host_allocator);
   CHECK(same(c.fetch_mode, mode));
   CHECK(same(c.fetch_risk, risk));
   CHECK(same(c.fetch_epsilon, epsilon));
@@ -194,6 +202,12 @@ CacheConfig odd_config() {
   config.sketch = {SketchKind::exact, 3};
   config.seed = ~std::uint64_t{0};
   config.threads = 12;
+  int* const users = reinterpret_cast<int*>(sizeof(int));
+  config.fast_allocator = {[](void*, std::size_t, std::size_t) -> void* { return nullptr; },
+                           [](void*, void*, std::size_t, std::size_t) {}, users};
+  config.host_allocator = {
+      [](void* user, std::size_t, std::size_t) { return user; },
+      [](void* user, void* memory, std::size_t, std::size_t) { CHECK(memory == user); }, users + 1};
   config.study = {Selection::topk, Estimator::plain, 0.13, FetchOrder::exact, 0.14, 15.0, false};
   return config;
 }
@@ -220,14 +234,15 @@ TEST_CASE("settings go to C and back as they are") {
 
 TEST_CASE("reports go to C as they are") {
   MemoryReport memory;
-  auto& [resident, sketch, metadata, host, basis, workspace, reserved, pageable, shared, engine] =
-      memory;
+  auto& [resident, sketch, metadata, host, basis, workspace, reserved, pageable, shared, engine,
+         fast_reserved, host_reserved] = memory;
   std::int64_t next = 1;
   for (std::int64_t* field : {&resident, &sketch, &metadata, &host, &basis, &workspace, &reserved,
-                              &pageable, &shared, &engine})
+                              &pageable, &shared, &engine, &fast_reserved, &host_reserved})
     *field = next++;
   const auto [size, c_resident, c_sketch, c_metadata, c_host, c_basis, c_workspace, c_reserved,
-              c_pageable, c_shared, c_engine] = c_face::to_c(memory);
+              c_pageable, c_shared, c_engine, c_fast_reserved, c_host_reserved] =
+      c_face::to_c(memory);
   CHECK(c_resident == memory.resident_bytes);
   CHECK(c_sketch == memory.sketch_bytes);
   CHECK(c_metadata == memory.metadata_bytes);
@@ -238,6 +253,8 @@ TEST_CASE("reports go to C as they are") {
   CHECK(c_pageable == memory.pageable_bytes);
   CHECK(c_shared == memory.shared_bytes);
   CHECK(c_engine == memory.engine_bytes);
+  CHECK(c_fast_reserved == memory.fast_reserved_bytes);
+  CHECK(c_host_reserved == memory.host_reserved_bytes);
 
   LayerStatistics s;
   auto& [steps, decisions, certified, enlarged, fetching, planned, fetched, moved, moved_bytes,

@@ -115,7 +115,7 @@ struct MemoryReport {
   // Buffers of a step, shared by all sequences. On the CPU those of as many threads as the sequences
   // have KV heads in a layer, as long as the longest of them need.
   std::int64_t workspace_bytes = 0;
-  std::int64_t reserved_bytes = 0;   // allocated beyond all of the above, for growth
+  std::int64_t reserved_bytes = 0;  // allocated beyond all of the above, for growth
   // Main memory: blocks of the host tier, with their room for growth, that the device reads though
   // they could not be pinned. host_bytes, basis_bytes and reserved_bytes count them already.
   std::int64_t pageable_bytes = 0;
@@ -126,8 +126,17 @@ struct MemoryReport {
   // also where forks have the same rows. No memory of the cache, and in none of the above: resident_bytes
   // are then those of drawn tokens, host_bytes 0, and basis_bytes has 16 more per token, addresses.
   std::int64_t engine_bytes = 0;
+  // Of reserved_bytes, those on either tier; the rest is main memory, tables.
+  std::int64_t fast_reserved_bytes = 0;
+  std::int64_t host_reserved_bytes = 0;
 
+  // In use on the fast tier.
   std::int64_t fast_bytes() const { return resident_bytes + sketch_bytes + metadata_bytes; }
+  // Allocated on either tier.
+  std::int64_t fast_held_bytes() const {
+    return fast_bytes() + fast_reserved_bytes + workspace_bytes;
+  }
+  std::int64_t host_held_bytes() const { return host_bytes + host_reserved_bytes; }
 };
 
 // Edges of the histogram of bounds (LayerStatistics::bounds), rising: 0, for exact answers, and

@@ -10,6 +10,7 @@
 #ifndef VERKV_SETTINGS_HPP
 #define VERKV_SETTINGS_HPP
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -206,6 +207,18 @@ struct StudyConfig {
 // cache is gone.
 using Executor = std::function<void(int parts, const std::function<void(int)>& part)>;
 
+// Where the memory of a tier comes from, of the engine's: both functions, or none for operator new. Any
+// thread that works for the cache calls them, several at a time; they must not call the cache. `user` is
+// their first argument and must outlive the cache.
+struct TierAllocator {
+  // `bytes`, above 0, at a multiple of `alignment`, a power of two. Null: there is no memory, and the
+  // call of the cache throws std::bad_alloc. Must not throw.
+  void* (*allocate)(void* user, std::size_t bytes, std::size_t alignment) = nullptr;
+  // What allocate gave, and was asked for. Must not throw.
+  void (*release)(void* user, void* memory, std::size_t bytes, std::size_t alignment) = nullptr;
+  void* user = nullptr;
+};
+
 // Designated initialisers may leave out what they like: every member has an initialiser.
 struct CacheConfig {
   std::vector<LayerConfig> layers;
@@ -245,6 +258,10 @@ struct CacheConfig {
   // Threads of the engine's own; then `threads` is how many of them work at a time, and the cache
   // starts none.
   Executor executor = nullptr;
+  // Of residents, sketch, metadata and the buffers of a step; and of the host tier. Tables, and what
+  // MemoryReport calls main memory, come from operator new. Not on a device.
+  TierAllocator fast_allocator = {};
+  TierAllocator host_allocator = {};
   StudyConfig study = {};
 };
 

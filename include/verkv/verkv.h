@@ -136,6 +136,13 @@ typedef struct verkv_layer_config {
 typedef void (*verkv_part)(void* argument, int32_t index);
 typedef void (*verkv_executor)(void* user, int32_t parts, verkv_part part, void* argument);
 
+/* verkv::TierAllocator: both functions or none. */
+typedef struct verkv_tier_allocator {
+  void* (*allocate)(void* user, size_t bytes, size_t alignment); /* NULL result: no memory */
+  void (*release)(void* user, void* memory, size_t bytes, size_t alignment);
+  void* user; /* must outlive the cache */
+} verkv_tier_allocator;
+
 /* What stands in CacheConfig::fetch, sketch and study begins with fetch_, sketch_ and study_. */
 typedef struct verkv_cache_config {
   size_t size;
@@ -171,6 +178,8 @@ typedef struct verkv_cache_config {
   verkv_optional_double study_cap;
   int64_t host; /* VERKV_HOST_TIER_ */
   int64_t chunks_in_turn; /* 0 or 1 */
+  verkv_tier_allocator fast_allocator;
+  verkv_tier_allocator host_allocator;
 } verkv_cache_config;
 
 /* Set every field to its default, `size` and layer_size to those of the caller. */
@@ -367,6 +376,8 @@ typedef struct verkv_memory_report {
   int64_t pageable_bytes;
   int64_t shared_bytes;
   int64_t engine_bytes;
+  int64_t fast_reserved_bytes;
+  int64_t host_reserved_bytes;
 } verkv_memory_report;
 
 enum { VERKV_BOUND_EDGES = 9 };

@@ -50,17 +50,21 @@ class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(const CacheConfig& config)
       : config_(config),
+        fast_(config.fast_allocator),
+        host_(config.host_allocator),
         compressor_(config),
         kernels_(config.study.vector_code ? vector_kernels() : scalar_kernels()),
         pool_(config.executor ? ThreadPool(config.threads.value_or(0), config.executor)
                               : ThreadPool(config.threads.value_or(0))),
-        workspaces_(pool_.size(), fetch_rules(config)),
+        workspaces_(pool_.size(), fetch_rules(config), &fast_),
         statistics_(config.layers.size()) {
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
       LayerShape shape;
       shape.config = config.layers[i];
       shape.storage = config.storage;
       shape.host = config.host;
+      shape.fast = &fast_;
+      shape.host_memory = &host_;
       if (shape.config.cached) {
         shape.group = static_cast<int>(shape.config.query_heads / shape.config.kv_heads);
         shape.scale = logit_scale(shape.config);
@@ -437,7 +441,7 @@ class CpuBackend final : public Backend {
 
   // Room for a step of this many rows on any layer. heads: of a layer, one report each.
   template <class Report>
-  void reserve(std::vector<Report>& reports, std::int64_t rows,
+  void reserve(AlignedVector<Report>& reports, std::int64_t rows,
                std::int64_t LayerConfig::*heads) const {
     std::int64_t most = 0;
     for (const LayerShape& shape : shapes_) {
@@ -694,6 +698,9 @@ class CpuBackend final : public Backend {
   }
 
   CacheConfig config_;
+  // Outlive all that they give.
+  const TierMemory fast_;
+  const TierMemory host_;
   const Compressor compressor_;
   const Kernels& kernels_;
   ThreadPool pool_;
@@ -712,12 +719,12 @@ class CpuBackend final : public Backend {
   std::unordered_map<std::int64_t, std::unique_ptr<Sequence>> sequences_;
   std::vector<LayerStatistics> statistics_;
   // Reports of a step for which the caller gives no room.
-  std::vector<QueryHeadReport> query_reports_;
-  std::vector<KvHeadReport> kv_reports_;
+  AlignedVector<QueryHeadReport> query_reports_{&fast_};
+  AlignedVector<KvHeadReport> kv_reports_{&fast_};
   // There is room for steps of so many rows.
   std::int64_t rows_ = 0;
   // Of a step; with room for as many rows as the reports.
-  std::vector<Slice> slices_;
+  AlignedVector<Slice> slices_{&fast_};
 };
 
 }  // namespace

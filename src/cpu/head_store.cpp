@@ -20,8 +20,8 @@ std::size_t bytes(std::int64_t n) { return static_cast<std::size_t>(n); }
 constexpr std::int64_t kSketchGrowth = 4;
 
 template <class T>
-PagedRows by_place() {
-  return {kPlaceShift, sizeof(T), kSketchGroup, kSketchGrowth};
+PagedRows by_place(const TierMemory* memory) {
+  return {kPlaceShift, sizeof(T), memory, kSketchGroup, kSketchGrowth};
 }
 
 template <class T>
@@ -36,7 +36,8 @@ std::int64_t used_bytes(const auto& vector) {
 }  // namespace
 
 Window::Window(const LayerShape& shape)
-    : key(kPageShift, shape.key_bytes()), value(kPageShift, shape.value_bytes()) {}
+    : key(kPageShift, shape.key_bytes(), shape.fast),
+      value(kPageShift, shape.value_bytes(), shape.fast) {}
 
 Window Window::fork() {
   Window result(*this);
@@ -46,9 +47,9 @@ Window Window::fork() {
 }
 
 Drawn::Drawn(const LayerShape& shape)
-    : key(kPageShift, shape.key_bytes()),
-      value(kPageShift, shape.value_bytes()),
-      place(kPageShift, sizeof(std::uint32_t)) {}
+    : key(kPageShift, shape.key_bytes(), shape.fast),
+      value(kPageShift, shape.value_bytes(), shape.fast),
+      place(kPageShift, sizeof(std::uint32_t), shape.fast) {}
 
 Drawn Drawn::fork() {
   Drawn result(*this);
@@ -58,25 +59,25 @@ Drawn Drawn::fork() {
   return result;
 }
 
-std::int64_t HeadBasis::fast_bytes() const {
-  return used_bytes(sketch.query) + used_bytes(channel_means);
-}
+std::int64_t HeadBasis::fast_bytes() const { return used_bytes(query) + used_bytes(channel_means); }
 
 std::int64_t HeadBasis::main_bytes() const {
   return used_bytes(sketch.encode) + used_bytes(directions.key) + used_bytes(directions.value);
 }
 
 Sketched::Sketched(const LayerShape& shape, const SketchShape& form)
-    : codes(kPlaceShift - 4, code_storage_bytes(form, kSketchGroup), 1, kSketchGrowth),
-      scale(by_place<Positive16>()),
-      odds(by_place<Positive16>()),
-      centroid(kPageShift, shape.value_bytes()),
-      spread(kPageShift, sizeof(Positive16)),
-      position(by_place<std::uint32_t>()),
+    : codes(kPlaceShift - 4, code_storage_bytes(form, kSketchGroup), shape.fast, 1, kSketchGrowth),
+      scale(by_place<Positive16>(shape.fast)),
+      odds(by_place<Positive16>(shape.fast)),
+      centroid(kPageShift, shape.value_bytes(), shape.fast),
+      spread(kPageShift, sizeof(Positive16), shape.fast),
+      position(by_place<std::uint32_t>(nullptr)),
       drawn(shape),
-      basis(std::make_shared<HeadBasis>()) {
+      basis(std::make_shared<HeadBasis>(shape.fast)) {
   static_assert(kSketchGroup == 1 << 4);
-  if (has_codes(shape.sketch.kind)) basis->channel_means.resize(bytes(shape.config.key_dim));
+  if (!has_codes(shape.sketch.kind)) return;
+  basis->channel_means.resize(bytes(shape.config.key_dim));
+  basis->query.resize(bytes(form.dim * shape.config.key_dim));
 }
 
 std::unique_ptr<Sketched> Sketched::fork() {
@@ -92,7 +93,7 @@ std::unique_ptr<Sketched> Sketched::fork() {
 }
 
 HeadStore::HeadStore(const LayerShape& shape, std::shared_ptr<EngineRows> engine, std::int64_t head)
-    : host_(shape, std::move(engine), head), window_(shape) {}
+    : host_(shape, std::move(engine), head), window_(shape), scores_(shape.fast) {}
 
 Rows HeadStore::window_values(const LayerShape& shape) const {
   if (host_.is_engine()) {
@@ -263,7 +264,9 @@ void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, HeadComp
   const std::int64_t end = head.end();
   const std::int64_t padded = round_up(end, kSketchGroup);
   if (begin == 0) {
+    std::copy(head.basis.query.begin(), head.basis.query.end(), s.basis->query.begin());
     s.basis->sketch = std::move(head.basis);
+    s.basis->sketch.query = {};
     s.basis->directions = std::move(head.order.directions);
   }
   write(s.position, begin, std::span<const std::uint32_t>(head.order.position));
@@ -389,17 +392,24 @@ std::int64_t HeadStore::changed_row() const {
 }
 
 void HeadStore::add_memory(MemoryReport& report, bool exclusive) const {
-  const auto add = [&](std::int64_t& to, const PagedRows& rows) {
+  // spare: which of the reserved bytes are spare rows; null: those of main memory.
+  const auto add = [&](std::int64_t& to, const PagedRows& rows,
+                       std::int64_t MemoryReport::*spare = &MemoryReport::fast_reserved_bytes) {
     const RowBytes held = exclusive ? rows.exclusive_bytes() : rows.bytes();
     to += held.used;
-    report.reserved_bytes += held.spare;
+    report.reserved_bytes += held.spare + held.tables;
+    if (spare != nullptr) report.*spare += held.spare;
+  };
+  const auto reserve = [&](std::int64_t bytes) {
+    report.reserved_bytes += bytes;
+    report.fast_reserved_bytes += bytes;
   };
   report.reserved_bytes += static_cast<std::int64_t>(sizeof *this);
   host_.add_memory(report, exclusive);
   add(report.resident_bytes, window_.key);
   add(report.resident_bytes, window_.value);
   report.metadata_bytes += scores_.bytes();
-  report.reserved_bytes += scores_.spare_bytes();
+  reserve(scores_.spare_bytes());
   if (!sketched_) return;
   const Sketched& s = *sketched_;
   report.reserved_bytes += static_cast<std::int64_t>(sizeof s);
@@ -411,13 +421,17 @@ void HeadStore::add_memory(MemoryReport& report, bool exclusive) const {
   add(report.sketch_bytes, s.scale);
   add(report.sketch_bytes, s.centroid);
   add(report.sketch_bytes, s.spread);
-  add(report.basis_bytes, s.position);
+  add(report.basis_bytes, s.position, nullptr);
   report.basis_bytes += used_bytes(s.walk_end);
   report.reserved_bytes += static_cast<std::int64_t>((s.walk_end.capacity() - s.walk_end.size()) *
                                                      sizeof(std::uint32_t));
   if (exclusive && s.basis.use_count() > 1) return;
   // Of a first compression that failed, nothing counts yet.
-  (compressed_ > 0 ? report.sketch_bytes : report.reserved_bytes) += s.basis->fast_bytes();
+  if (compressed_ > 0) {
+    report.sketch_bytes += s.basis->fast_bytes();
+  } else {
+    reserve(s.basis->fast_bytes());
+  }
   report.basis_bytes += s.basis->main_bytes();
 }
 

@@ -20,6 +20,7 @@
 #include "cpu/kernels.hpp"
 #include "cpu/layer_shape.hpp"
 #include "cpu/paged_rows.hpp"
+#include "cpu/tier_memory.hpp"
 #include "cpu/window_scores.hpp"
 #include "rows.hpp"
 #include "saved_bytes.hpp"
@@ -27,23 +28,6 @@
 #include "spread_order.hpp"
 
 namespace verkv::cpu {
-
-// Cache-line aligned vectors, so that rows and codes do not straddle lines needlessly.
-template <class T>
-struct AlignedAllocator {
-  using value_type = T;
-  AlignedAllocator() = default;
-  template <class U>
-  explicit AlignedAllocator(const AlignedAllocator<U>&) {}
-  T* allocate(std::size_t n) {
-    return static_cast<T*>(::operator new (n * sizeof(T), std::align_val_t{64}));
-  }
-  void deallocate(T* p, std::size_t) noexcept { ::operator delete (p, std::align_val_t{64}); }
-  friend bool operator==(AlignedAllocator, AlignedAllocator) { return true; }
-};
-
-template <class T>
-using AlignedVector = std::vector<T, AlignedAllocator<T>>;
 
 constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) {
   return (n + unit - 1) / unit * unit;
@@ -83,8 +67,11 @@ struct Drawn {
 
 // What a head's first compression fixes. Shared by forks.
 struct HeadBasis {
-  SketchBasis sketch;  // empty where the sketch is exact
-  std::vector<float> channel_means;
+  explicit HeadBasis(const TierMemory* fast) : query(fast), channel_means(fast) {}
+
+  SketchBasis sketch;  // empty where the sketch is exact; its query is the next
+  AlignedVector<Half> query;
+  AlignedVector<float> channel_means;
   OrderDirections directions;
 
   std::int64_t fast_bytes() const;

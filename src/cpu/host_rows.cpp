@@ -41,7 +41,7 @@ void EngineRows::put(std::int64_t first, const TensorView& keys,
 }
 
 HostRows::HostRows(const LayerShape& shape, std::shared_ptr<EngineRows> engine, std::int64_t head)
-    : own_(kPageShift, shape.row_bytes()),
+    : own_(kPageShift, shape.row_bytes(), shape.host_memory),
       engine_(std::move(engine)),
       head_(head),
       element_(static_cast<std::int64_t>(size_bytes(shape.storage))),
@@ -121,7 +121,8 @@ void HostRows::add_memory(MemoryReport& report, bool exclusive) const {
   if (!is_engine()) {
     const RowBytes held = exclusive ? own_.exclusive_bytes() : own_.bytes();
     report.host_bytes += held.used;
-    report.reserved_bytes += held.spare;
+    report.reserved_bytes += held.spare + held.tables;
+    report.host_reserved_bytes += held.spare;
     return;
   }
   report.engine_bytes += size_ * own_.row_bytes();

@@ -8,6 +8,8 @@
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
+#include "cpu/tier_memory.hpp"
+
 namespace verkv::cpu {
 
 struct LayerShape {
@@ -19,6 +21,9 @@ struct LayerShape {
   SketchShape sketch;     // the largest; each head has its own
   bool clusters = false;  // estimates by clusters
   HostTier host = HostTier::own;
+  // Of the tiers.
+  const TierMemory* fast = nullptr;
+  const TierMemory* host_memory = nullptr;
 
   std::int64_t row_elements() const { return config.key_dim + config.value_dim; }
   std::int64_t row_bytes() const {

@@ -93,7 +93,7 @@ void logits_of_codes(HeadGroup& group, int first, int heads) {
   std::array<float, kMaxHeads> largest{};
   std::array<float, kMaxHeads> largest_of_piece{};
   largest.fill(-kInfinity);
-  group.kernels.dot_rows({basis.query.data(), DType::f16, dim, static_cast<int>(dim)}, nullptr,
+  group.kernels.dot_rows({store.basis().query.data(), DType::f16, dim, static_cast<int>(dim)}, nullptr,
                          basis.shape.dim, group.query(first), heads, group.query_stride,
                          group.basis_query(first), group.query_stride);
   for (int h = 0; h < heads; ++h) constants[at(h)] = encode_head(group, first + h);

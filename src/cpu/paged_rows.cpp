@@ -19,17 +19,19 @@ void reserve_table(Vector& table, std::size_t size) {
 
 }  // namespace
 
-PageBlock::PageBlock(std::int64_t rows, std::int64_t row_bytes) {
+PageBlock::PageBlock(std::int64_t rows, std::int64_t row_bytes, const TierMemory* memory) {
   static_assert(sizeof(Header) <= kHeaderBytes);
-  void* memory = ::operator new (static_cast<std::size_t>(kHeaderBytes + rows * row_bytes),
-                                 std::align_val_t{64});
-  header_ = ::new (memory) Header{1, rows, 0};
+  const std::int64_t bytes = kHeaderBytes + rows * row_bytes;
+  header_ = ::new (TierMemory::allocate(memory, static_cast<std::size_t>(bytes)))
+      Header{1, rows, 0, bytes, memory};
 }
 
 PageBlock::~PageBlock() {
   if (header_ == nullptr || header_->owners.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  const std::size_t bytes = static_cast<std::size_t>(header_->bytes);
+  const TierMemory* const memory = header_->memory;
   header_->~Header();
-  ::operator delete (header_, std::align_val_t{64});
+  TierMemory::release(memory, header_, bytes);
 }
 
 std::size_t PagedRows::slab_of(std::int64_t page) const {
@@ -86,7 +88,7 @@ void PagedRows::reserve(std::int64_t from, std::int64_t end) {
   // Rows that stay, of the page that moves and of what has been reserved or written behind it.
   const std::int64_t kept = moves ? front_ + size_ - first_page * page_rows() : 0;
   const std::int64_t rows = rows_to_allocate(first_page, front_ + std::max(end, size_));
-  PageBlock block(rows, row_bytes_);
+  PageBlock block(rows, row_bytes_, memory_);
   reserve_table(pages_,
                 static_cast<std::size_t>(first_page + in_units(rows, page_rows()) / page_rows()));
   reserve_table(slabs_, slabs_.size() + 1);
@@ -151,7 +153,7 @@ bool PagedRows::holds_on(std::int64_t dropped) const {
 }
 
 PagedRows PagedRows::copy_from(std::int64_t from, std::int64_t spare) const {
-  PagedRows result(page_shift_, row_bytes_, unit_, growth_);
+  PagedRows result(page_shift_, row_bytes_, memory_, unit_, growth_);
   result.reserve(0, size_ - from + spare);
   result.resize(size_ - from);
   for (std::int64_t i = from; i < size_; ++i)
@@ -185,12 +187,12 @@ void PagedRows::book(std::size_t slab) const noexcept {
 
 std::int64_t PagedRows::table_bytes() const {
   return static_cast<std::int64_t>(pages_.capacity() * sizeof(pages_[0]) +
-                                   slabs_.capacity() * sizeof(slabs_[0])) +
-         static_cast<std::int64_t>(slabs_.size()) * PageBlock::kHeaderBytes;
+                                   slabs_.capacity() * sizeof(slabs_[0]));
 }
 
 RowBytes PagedRows::bytes() const {
-  return {size_ * row_bytes_, (allocated_ - size_) * row_bytes_ + table_bytes()};
+  const std::int64_t headers = static_cast<std::int64_t>(slabs_.size()) * PageBlock::kHeaderBytes;
+  return {size_ * row_bytes_, (allocated_ - size_) * row_bytes_ + headers, table_bytes()};
 }
 
 RowBytes PagedRows::exclusive_bytes() const {

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/tier_memory.hpp"
+
 namespace verkv::cpu {
 
 // Memory for neighbouring pages, at a multiple of 64 bytes, with the number of its owners.
@@ -16,7 +18,7 @@ class PageBlock {
  public:
   PageBlock() = default;
   // Throws std::bad_alloc.
-  PageBlock(std::int64_t rows, std::int64_t row_bytes);
+  PageBlock(std::int64_t rows, std::int64_t row_bytes, const TierMemory* memory);
   PageBlock(const PageBlock& other) noexcept : header_(other.header_) {
     if (header_ != nullptr) header_->owners.fetch_add(1, std::memory_order_relaxed);
   }
@@ -41,19 +43,23 @@ class PageBlock {
     std::atomic<std::int64_t> owners;
     std::int64_t rows;
     std::int64_t booked_rows;
+    std::int64_t bytes;
+    const TierMemory* memory;
   };
   Header* header_ = nullptr;
 };
 
-// Bytes of rows: those in use, and what is allocated beyond them (for rows to come, of rows that
-// have left, for tables).
+// Bytes of rows: those in use, and what is allocated beyond them: where the rows lie (for rows to come,
+// of rows that have left), and of main memory for tables.
 struct RowBytes {
   std::int64_t used = 0;
   std::int64_t spare = 0;
+  std::int64_t tables = 0;
 
   RowBytes& operator+=(const RowBytes& other) {
     used += other.used;
     spare += other.spare;
+    tables += other.tables;
     return *this;
   }
 };
@@ -68,9 +74,11 @@ struct RowBytes {
 class PagedRows {
  public:
   // unit: the first page has room for a multiple of so many rows. growth: pages are allocated for
-  // 1 / growth of the rows that are there at least; 0: for no more than is asked for.
-  PagedRows(int page_shift, std::int64_t row_bytes, std::int64_t unit = 1, std::int64_t growth = 0)
-      : row_bytes_(row_bytes),
+  // 1 / growth of the rows that are there at least; 0: for no more than is asked for. memory: of pages.
+  PagedRows(int page_shift, std::int64_t row_bytes, const TierMemory* memory = nullptr,
+            std::int64_t unit = 1, std::int64_t growth = 0)
+      : memory_(memory),
+        row_bytes_(row_bytes),
         page_shift_(page_shift),
         unit_(static_cast<std::int32_t>(unit)),
         growth_(static_cast<std::int32_t>(growth)) {}
@@ -138,6 +146,7 @@ class PagedRows {
   void book(std::size_t slab) const noexcept;
   std::int64_t table_bytes() const;
 
+  const TierMemory* memory_;
   std::vector<std::byte*> pages_;
   std::vector<Slab> slabs_;
   std::int64_t front_ = 0;

@@ -23,7 +23,7 @@ void shrink(Vector& vector, std::size_t spare) noexcept {
   const std::size_t wanted = vector.size() + spare;
   if (vector.capacity() <= 2 * wanted) return;
   try {
-    Vector smaller;
+    Vector smaller(vector.get_allocator());
     smaller.reserve(wanted);
     smaller.assign(vector.begin(), vector.end());
     vector.swap(smaller);

@@ -102,6 +102,12 @@ std::vector<T> get_vector(SavedReader& reader, std::int64_t count) {
   return result;
 }
 
+template <class T>
+void get_into(SavedReader& reader, AlignedVector<T>& to, std::int64_t count) {
+  const std::vector<T> numbers = get_vector<T>(reader, count);
+  to.assign(numbers.begin(), numbers.end());
+}
+
 }  // namespace
 
 void HeadStore::save(const LayerShape& shape, SavedWriter& writer) const {
@@ -135,7 +141,7 @@ void HeadStore::save(const LayerShape& shape, SavedWriter& writer) const {
   writer.put(basis.sketch.bands.coarse_square);
   writer.put(basis.sketch.unit);
   writer.put_all(std::span<const float>(basis.sketch.encode));
-  writer.put_all(std::span<const Half>(basis.sketch.query));
+  writer.put_all(std::span<const Half>(basis.query));
   writer.put_all(std::span<const float>(basis.channel_means));
   writer.put_all(std::span<const float>(basis.directions.key));
   writer.put_all(std::span<const float>(basis.directions.value));
@@ -170,7 +176,7 @@ void check_counts(SavedReader& reader, const LayerShape& shape, const SavedCount
 
 std::shared_ptr<HeadBasis> get_basis(SavedReader& reader, const LayerShape& shape,
                                      const SavedCounts& counts) {
-  auto basis = std::make_shared<HeadBasis>();
+  auto basis = std::make_shared<HeadBasis>(shape.fast);
   const bool codes = has_codes(shape.sketch.kind);
   const std::int64_t numbers = counts.dim * shape.config.key_dim;
   if (codes) {
@@ -181,8 +187,8 @@ std::shared_ptr<HeadBasis> get_basis(SavedReader& reader, const LayerShape& shap
   basis->sketch.bands.coarse_square = reader.get<float>();
   basis->sketch.unit = reader.get<float>();
   basis->sketch.encode = get_vector<float>(reader, numbers);
-  basis->sketch.query = get_vector<Half>(reader, numbers);
-  basis->channel_means = get_vector<float>(reader, codes ? shape.config.key_dim : 0);
+  get_into(reader, basis->query, numbers);
+  get_into(reader, basis->channel_means, codes ? shape.config.key_dim : 0);
   basis->directions.key = get_vector<float>(reader, counts.key_directions);
   basis->directions.value = get_vector<float>(reader, counts.value_directions);
   reader.end();
@@ -193,7 +199,7 @@ std::shared_ptr<HeadBasis> get_basis(SavedReader& reader, const LayerShape& shap
   check_finite(reader, basis->channel_means);
   check_finite(reader, basis->directions.key);
   check_finite(reader, basis->directions.value);
-  for (const Half x : basis->sketch.query) {
+  for (const Half x : basis->query) {
     const float number = to_float(x);
     check_finite(reader, std::span(&number, 1));
   }

@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "cpu/tier_memory.hpp"
 #include "saved_bytes.hpp"
 #include "window_score.hpp"
 
@@ -18,6 +19,9 @@ namespace verkv::cpu {
 // Tokens are numbered from the start of the window.
 class WindowScores {
  public:
+  explicit WindowScores(const TierMemory* fast = nullptr)
+      : square_(fast), steps_(fast), given_(fast) {}
+
   std::int64_t tokens() const { return static_cast<std::int64_t>(square_.size()); }
 
   // Room for `count` more tokens; afterwards append of them cannot fail. scores: whether queries of
@@ -56,12 +60,12 @@ class WindowScores {
  private:
   std::int64_t rows() const { return tokens() - first_; }
 
-  std::vector<float> square_;
-  std::vector<std::uint32_t> steps_;
+  AlignedVector<float> square_;
+  AlignedVector<std::uint32_t> steps_;
   // Tokens [first_, tokens()) score; row r is of token first_ + r.
   std::int64_t first_ = 0;
   std::int64_t stride_ = 0;
-  std::vector<float> given_;
+  AlignedVector<float> given_;
   // Bytes, since rows of one burst may be written by several threads.
   std::array<std::uint8_t, kMostScoredTokens> has_given_{};
 };

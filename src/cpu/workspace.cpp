@@ -111,8 +111,9 @@ std::int64_t WorkspaceSizes::bytes() const {
 }
 
 void Workspace::resize(const WorkspaceSizes& sizes) {
-  Workspace made;
-  each_array(made, sizes, [](auto& array, std::int64_t n) {
+  Workspace made(memory_);
+  each_array(made, sizes, [this]<class T>(AlignedVector<T>& array, std::int64_t n) {
+    array = AlignedVector<T>(memory_);
     array.reserve(static_cast<std::size_t>(n));
     array.resize(static_cast<std::size_t>(n));
   });
@@ -131,7 +132,7 @@ void Workspaces::reserve(int count, const WorkspaceSizes& sizes) {
 }
 
 void Workspaces::give_back(int count, const WorkspaceSizes& sizes) noexcept {
-  for (; count_ > count; --count_) of(count_ - 1) = {};
+  for (; count_ > count; --count_) of(count_ - 1) = Workspace(memory_);
   for (int i = 0; i < count_; ++i) {
     if (sizes.covers(of(i).sizes())) continue;
     try {

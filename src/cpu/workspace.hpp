@@ -124,6 +124,8 @@ struct WorkspaceSizes {
 
 // Buffers of one thread. Sized outside the step, so that the step allocates nothing.
 struct Workspace {
+  explicit Workspace(const TierMemory* fast = nullptr) : memory_(fast) {}
+
   // Throws std::bad_alloc, and then is what it was. What it held is gone.
   void resize(const WorkspaceSizes& sizes);
   const WorkspaceSizes& sizes() const { return sizes_; }
@@ -176,6 +178,7 @@ struct Workspace {
   AlignedVector<std::uint32_t> exact_order, exact_index;
 
  private:
+  const TierMemory* memory_;
   WorkspaceSizes sizes_;
 };
 
@@ -183,8 +186,10 @@ struct Workspace {
 // `reserve` once, before it changes anything.
 class Workspaces {
  public:
-  Workspaces(int threads, const FetchRules& rules)
-      : rules_(rules), of_thread_(static_cast<std::size_t>(threads)) {}
+  Workspaces(int threads, const FetchRules& rules, const TierMemory* fast)
+      : rules_(rules),
+        memory_(fast),
+        of_thread_(static_cast<std::size_t>(threads), Workspace(fast)) {}
 
   // Makes them at least as many and as large. Throws std::bad_alloc; what is there stays usable.
   void reserve(int count, const WorkspaceSizes& sizes);
@@ -198,6 +203,7 @@ class Workspaces {
 
  private:
   FetchRules rules_;
+  const TierMemory* memory_;
   std::vector<Workspace> of_thread_;
   int count_ = 0;
 };

@@ -868,6 +868,10 @@ TEST_CASE("what a device does not do is refused before anything is allocated", "
   REQUIRE_THROWS_AS(verkv::make_cuda_cache(config), InvalidArgument);
   config = small_config();
   REQUIRE(verkv::cuda_unsupported_reasons(config).empty());
+  config.host_allocator = {[](void*, std::size_t, std::size_t) -> void* { return nullptr; },
+                           [](void*, void*, std::size_t, std::size_t) {}};
+  REQUIRE(verkv::cuda_unsupported_reasons(config).size() == 1);
+  REQUIRE(verkv::unsupported_reasons(config).empty());
   CudaOptions options;
   options.device = 1;
   REQUIRE_THROWS_AS(verkv::make_cuda_cache(config, options), InvalidArgument);

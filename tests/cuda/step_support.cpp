@@ -248,7 +248,8 @@ HeadView Scene::upload_head(const cpu::HeadStore& store) {
     view.sketch_dim = basis.shape.dim;
     view.sketch_fine = basis.shape.fine;
     view.basis_unit = basis.unit;
-    view.basis_query = to_device(basis.query.data(), static_cast<std::int64_t>(basis.query.size()));
+    view.basis_query = to_device(store.basis().query.data(),
+                                 static_cast<std::int64_t>(store.basis().query.size()));
   }
   const std::int64_t window = room - store.drawn_residents();
   const std::vector<float> squares(index(window), 0.0f);

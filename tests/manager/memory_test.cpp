@@ -92,6 +92,8 @@ TEST_CASE("Every byte is accounted for") {
           sum.host_bytes += one.host_bytes;
           sum.basis_bytes += one.basis_bytes;
           sum.reserved_bytes += one.reserved_bytes;
+          sum.fast_reserved_bytes += one.fast_reserved_bytes;
+          sum.host_reserved_bytes += one.host_reserved_bytes;
         }
         sum.workspace_bytes = cache->memory().workspace_bytes;
         CHECK(same(cache->memory(), sum));

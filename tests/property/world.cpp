@@ -102,7 +102,10 @@ World::World(std::uint64_t seed, Tallies& tallies, std::ostream* trace)
       engine_.push_back(std::make_unique<EngineCells>(layer, config_.storage, random));
   }
   twins_ = std::make_unique<TwinCache>(config_);
-  cache_ = make_cpu_cache(config_);
+  CacheConfig counted = config_;
+  counted.fast_allocator = fast_.allocator();
+  counted.host_allocator = host_.allocator();
+  cache_ = make_cpu_cache(counted);
   steps_.assign(config_.layers.size(), 0);
 }
 
@@ -936,7 +939,12 @@ void World::check_memory() {
     shared += memory.shared_bytes;
     ++families[member->family];
   }
-  const std::int64_t total = all_bytes(cache_->memory());
+  const MemoryReport all = cache_->memory();
+  if (all.fast_held_bytes() != fast_.live || all.host_held_bytes() != host_.live) {
+    violated("memory: ", all.fast_held_bytes(), " and ", all.host_held_bytes(),
+             " bytes on the tiers, but ", fast_.live, " and ", host_.live, " are given");
+  }
+  const std::int64_t total = all_bytes(all);
   const bool in_pairs = std::all_of(families.begin(), families.end(),
                                     [](const auto& family) { return family.second <= 2; });
   // Of more than two, nobody says who shares with whom.

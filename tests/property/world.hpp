@@ -19,6 +19,7 @@
 #include "support/engine_cells.hpp"
 #include "property/twin.hpp"
 #include "reference/statistics.hpp"
+#include "support/tier_counter.hpp"
 
 namespace verkv::test {
 
@@ -148,6 +149,9 @@ class World {
   double spread_ = 1;
   std::vector<std::unique_ptr<EngineCells>> engine_;  // [layer], if it has the rows
   std::unique_ptr<TwinCache> twins_;
+  // Outlive the cache.
+  TierCounter fast_;
+  TierCounter host_;
   std::unique_ptr<KvCacheManager> cache_;
   std::vector<std::unique_ptr<Member>> members_;
   std::vector<SequenceId> erased_;

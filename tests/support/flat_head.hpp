@@ -56,7 +56,8 @@ inline FlatHead flat(const cpu::HeadStore& store, const cpu::LayerShape& shape) 
       add(result.scales, store.scales(first), kSketchGroup * std::int64_t{sizeof(Positive16)});
       add(result.codes, store.codes(first), code_storage_bytes(store.sketch(shape), kSketchGroup));
     }
-    result.channel_means = store.basis().channel_means;
+    const auto& means = store.basis().channel_means;
+    result.channel_means.assign(means.begin(), means.end());
   }
   if (shape.clusters && end > 0) {
     with_element(shape.storage, [&](auto zero) {

@@ -1,0 +1,177 @@
+// Memory of the two tiers on the CPU: the engine's allocators are asked for all of it, it is what is
+// reported, and where they have none nothing changes.
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <new>
+#include <string>
+#include <vector>
+
+#include <verkv/kv_cache_manager.hpp>
+
+#include "catch.hpp"
+#include "support/blocks.hpp"
+#include "support/configurations.hpp"
+#include "support/results.hpp"
+#include "support/test_backend.hpp"
+#include "support/tier_counter.hpp"
+#include "support/victim.hpp"
+
+using namespace verkv;
+using namespace verkv::test;
+using verkv::reference::Random;
+
+namespace {
+
+CacheConfig with(CacheConfig config, TierCounter& fast, TierCounter& host) {
+  config.fast_allocator = fast.allocator();
+  config.host_allocator = host.allocator();
+  return config;
+}
+
+std::string saved(const KvCacheManager& cache, SequenceId id) {
+  std::string bytes;
+  cache.save(id, [&](std::span<const std::byte> piece) {
+    bytes.append(reinterpret_cast<const char*>(piece.data()), piece.size());
+  });
+  return bytes;
+}
+
+SequenceId restored(KvCacheManager& cache, const std::string& bytes) {
+  std::size_t at = 0;
+  return cache.restore([&](std::span<std::byte> to) {
+    const std::size_t count = std::min(to.size(), bytes.size() - at);
+    std::copy_n(reinterpret_cast<const std::byte*>(bytes.data()) + at, count, to.begin());
+    at += count;
+    return count;
+  });
+}
+
+TEST_CASE("The tiers come from the engine's allocators, byte by byte as reported") {
+  TierCounter fast;
+  TierCounter host;
+  Random random(1);
+  for (const SketchKind kind : {SketchKind::calibrated, SketchKind::exact}) {
+    CacheConfig config = small_config();
+    config.sketch.kind = kind;
+    config.layers = {layer_of(2, 3, 64, 64), layer_of(1, 1, 40, 72)};
+    config.layers[1].dense = true;
+    config.threads = 3;
+    const auto cache = make_cache(with(config, fast, host));
+    const auto check = [&](const char* when) {
+      INFO(when);
+      const MemoryReport memory = cache->memory();
+      CHECK(memory.fast_held_bytes() == fast.live);
+      CHECK(memory.host_held_bytes() == host.live);
+      CHECK(memory.fast_reserved_bytes + memory.host_reserved_bytes <= memory.reserved_bytes);
+    };
+    check("at the start");
+    CHECK(fast.live == 0);
+    const SequenceId id = cache->create_sequence();
+    check("created");
+    std::vector<Scores> scores;
+    for (std::int64_t l = 0; l < 2; ++l) {
+      const LayerConfig& layer = config.layers[size(l)];
+      cache->append(id, l, random_block(random, 300, layer.kv_heads, layer.key_dim, 1).view(),
+                    random_block(random, 300, layer.kv_heads, layer.value_dim, 1).view());
+      scores.push_back(random_scores(random, layer.kv_heads, 300, ScoreKind::random));
+    }
+    check("appended");
+    CHECK(host.live >= cache->memory().host_bytes);
+    compress(*cache, id, scores);
+    check("compressed");
+    const SequenceId child = cache->fork(id);
+    check("forked");
+    const SequenceId again = restored(*cache, saved(*cache, id));
+    check("restored");
+    cache->reserve(child, 100);
+    check("reserved");
+    for (const SequenceId one : {id, child, again}) {
+      cache->append(one, 0, random_block(random, 90, 2, 64, 1).view(),
+                    random_block(random, 90, 2, 64, 1).view());
+      check("decoded");
+    }
+    cache->redraw(child, 99);
+    check("drawn anew");
+    cache->truncate(again, 200);
+    check("went back");
+    attend(*cache, 0, std::vector<SequenceId>(40, id), random_block(random, 40, 6, 64, 1));
+    check("asked for many rows");
+    for (const SequenceId one : {child, id, again}) {
+      cache->erase(one);
+      check("erased");
+    }
+    CHECK(host.live == 0);
+  }
+  CHECK(fast.live == 0);
+  CHECK(fast.calls > 100);
+  CHECK(host.calls > 10);
+  CHECK(fast.wrong + host.wrong == 0);
+}
+
+TEST_CASE("A tier without memory changes nothing") {
+  for (const bool on_host : {false, true}) {
+    for (int what = 0; what < 8; ++what) {
+      TierCounter fast;
+      TierCounter host;
+      TierCounter& tier = on_host ? host : fast;
+      const Victim victim(with(victim_config(), fast, host));
+      KvCacheManager& cache = *victim.cache;
+      Random random(36);
+      const Block keys = random_block(random, 100, 2, 64, 1);
+      const Block values = random_block(random, 100, 2, 48, 1);
+      const Scores scores = random_scores(random, 2, 80, ScoreKind::random);
+      const std::vector<ImportanceView> views = {scores.view(), {}, scores.view()};
+      const std::string bytes = saved(cache, victim.a);
+      const std::vector<std::function<void()>> calls = {
+          [&] { cache.append(victim.b, 0, keys.view(), values.view()); },
+          [&] { cache.append(victim.a, 0, keys.view(), values.view()); },
+          [&] { cache.compress(victim.b, views); },
+          [&] { cache.redraw(victim.a, 99); },
+          [&] { cache.create_sequence(); },
+          [&] { restored(cache, bytes); },
+          [&] { cache.reserve(victim.a, 500); },
+          [&] { cache.fork(victim.a); },
+      };
+      const bool asks = on_host ? what == 0 || what == 1 || what == 5 || what == 6 : what != 4;
+      std::int64_t failed = 0;
+      for (std::int64_t limit = 0;; ++limit) {
+        REQUIRE(limit < 1000);
+        bool threw = false;
+        tier.allowed = limit;
+        try {
+          calls[size(what)]();
+        } catch (const std::bad_alloc&) {
+          threw = true;
+        }
+        tier.allowed = -1;
+        CHECK(cache.memory().fast_held_bytes() == fast.live);
+        CHECK(cache.memory().host_held_bytes() == host.live);
+        if (!threw) break;
+        ++failed;
+        INFO("host " << on_host << ", call " << what << ", allocation " << limit);
+        CHECK(cache.memory().fast_bytes() == victim.memory.fast_bytes());
+        CHECK(cache.memory().host_bytes == victim.memory.host_bytes);
+        for (const SequenceId id : {victim.a, victim.b}) CHECK(cache.tokens(id, 0) == 80);
+        CHECK(same(attend(cache, 0, {victim.a, victim.b}, victim.queries), victim.answers[0]));
+        CHECK(same(attend(cache, 2, {victim.a, victim.b}, victim.queries), victim.answers[1]));
+      }
+      INFO("host " << on_host << ", call " << what);
+      if (asks) CHECK(failed > 0);
+      CHECK(fast.wrong + host.wrong == 0);
+    }
+  }
+}
+
+TEST_CASE("Half an allocator is refused") {
+  TierCounter tier;
+  CacheConfig config = small_config();
+  config.host_allocator = tier.allocator();
+  config.host_allocator.release = nullptr;
+  check_names(error_of<InvalidArgument>([&] { make_cache(config); }), {"host tier", "release"});
+  config.fast_allocator = tier.allocator();
+  config.fast_allocator.allocate = nullptr;
+  check_names(error_of<InvalidArgument>([&] { make_cache(config); }), {"fast tier", "allocate"});
+}
+
+}  // namespace
