@@ -14,20 +14,23 @@ verkv::LayerConfig layer_of(const Attention& attention) {
                            .value_dim = attention.values->ne[0],
                            .scale = static_cast<double>(attention.scale)};
   if (attention.soft_cap != 0) layer.soft_cap = static_cast<double>(attention.soft_cap);
+  if (attention.sinks != nullptr) {
+    const float* sinks = static_cast<const float*>(attention.sinks->data);
+    layer.sink_logits.assign(sinks, sinks + layer.query_heads);
+  }
   return layer;
 }
 
+bool same_attention(const verkv::LayerConfig& a, const verkv::LayerConfig& b) {
+  return a.kv_heads == b.kv_heads && a.query_heads == b.query_heads && a.key_dim == b.key_dim &&
+         a.value_dim == b.value_dim && a.scale == b.scale && a.soft_cap == b.soft_cap &&
+         a.sink_logits == b.sink_logits;
+}
+
 // Where the layer's shape stands among those that the attention was made for.
-std::int64_t Dense::place_of(const Attention& attention) {
-  const verkv::LayerConfig layer = layer_of(attention);
+std::int64_t Dense::place_of(const verkv::LayerConfig& layer) {
   std::size_t place = 0;
-  while (place < layers_.size() &&
-         !(layers_[place].kv_heads == layer.kv_heads &&
-           layers_[place].query_heads == layer.query_heads &&
-           layers_[place].key_dim == layer.key_dim && layers_[place].value_dim == layer.value_dim &&
-           layers_[place].scale == layer.scale && layers_[place].soft_cap == layer.soft_cap)) {
-    ++place;
-  }
+  while (place < layers_.size() && !same_attention(layers_[place], layer)) ++place;
   if (place < layers_.size() && threads_ == stock_.threads())
     return static_cast<std::int64_t>(place);
   verkv::CacheConfig config;
@@ -43,17 +46,39 @@ std::int64_t Dense::place_of(const Attention& attention) {
   return static_cast<std::int64_t>(place);
 }
 
-void Dense::answer(const Attention& attention, const Visible& visible) {
-  const std::int64_t layer = place_of(attention);
-  const std::size_t numbers = static_cast<std::size_t>(attention.rows() * attention.queries->ne[2] *
-                                                       attention.values->ne[0]);
+void Dense::answer(const Attention& attention, const Visible& visible,
+                   const std::vector<bool>& is_answered) {
+  const std::int64_t layer = place_of(layer_of(attention));
+  const std::int64_t numbers = attention.queries->ne[2] * attention.values->ne[0];
+  const auto is_open = [&](std::int64_t stream, std::int64_t row) {
+    return !is_answered[static_cast<std::size_t>(stream * attention.rows() + row)];
+  };
   for (std::int64_t s = 0; s < attention.streams(); ++s) {
-    rows_->attend(layer, {.keys = attention.key_view(s),
-                          .values = attention.value_view(s),
-                          .queries = attention.query_view(s),
-                          .visible = visible.of_stream(s),
-                          .output = {attention.output(s, 0), numbers}});
+    for (std::int64_t begin = 0; begin < attention.rows();) {
+      std::int64_t end = begin;
+      while (end < attention.rows() && is_open(s, end)) ++end;
+      if (end > begin) {
+        verkv::TensorView queries = attention.query_view(s);
+        queries.data = queries.row(begin, 0);
+        queries.tokens = end - begin;
+        rows_->attend(
+            layer, {.keys = attention.key_view(s),
+                    .values = attention.value_view(s),
+                    .queries = queries,
+                    .visible = visible.of_stream(s).subspan(static_cast<std::size_t>(begin),
+                                                            static_cast<std::size_t>(end - begin)),
+                    .output = {attention.output(s, begin),
+                               static_cast<std::size_t>((end - begin) * numbers)}});
+      }
+      begin = end + 1;
+    }
   }
+}
+
+void Dense::importance(const verkv::LayerConfig& layer, const verkv::RowAttentionBatch& batch,
+                       std::span<float> out) {
+  const std::int64_t place = place_of(layer);
+  rows_->importance(place, batch, out);
 }
 
 }  // namespace verkv_ggml

@@ -2,7 +2,9 @@
 #ifndef VERKV_SRC_GGML_DENSE_HPP
 #define VERKV_SRC_GGML_DENSE_HPP
 
+#include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include <verkv/row_attention.hpp>
@@ -16,15 +18,20 @@ namespace verkv_ggml {
 
 // What the library is to know of a layer.
 verkv::LayerConfig layer_of(const Attention& attention);
+bool same_attention(const verkv::LayerConfig& a, const verkv::LayerConfig& b);
 
 class Dense {
  public:
   explicit Dense(Stock& stock) : stock_(stock) {}
-  // Throws what RowAttention throws.
-  void answer(const Attention& attention, const Visible& visible);
+  // Both throw what RowAttention throws.
+  // The rows that are not yet answered, by [stream][row].
+  void answer(const Attention& attention, const Visible& visible,
+              const std::vector<bool>& is_answered);
+  void importance(const verkv::LayerConfig& layer, const verkv::RowAttentionBatch& batch,
+                  std::span<float> out);
 
  private:
-  std::int64_t place_of(const Attention& attention);
+  std::int64_t place_of(const verkv::LayerConfig& layer);
 
   Stock& stock_;
   // Shapes of layers; most models have one or two.

@@ -53,6 +53,7 @@ void Masks::fill(Known& known, const Attention& attention) {
   const std::size_t cells = static_cast<std::size_t>(known.cells);
   const std::size_t rows = static_cast<std::size_t>(attention.streams() * attention.rows());
   Visible& visible = known.visible;
+  visible.version = time_;
   visible.plain = true;
   visible.rows = attention.rows();
   visible.cells.resize(rows);

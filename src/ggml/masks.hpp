@@ -14,6 +14,8 @@ namespace verkv_ggml {
 
 // The rows of one mask.
 struct Visible {
+  // Of what was read: other numbers for other masks.
+  std::uint64_t version = 0;
   // false: the mask says more than seen or not seen.
   bool plain = true;
   std::int64_t rows = 0;  // of a stream
@@ -44,7 +46,7 @@ class Masks {
     std::uint64_t used = 0;
   };
   static bool is_of(const Known& known, const Attention& attention);
-  static void fill(Known& known, const Attention& attention);
+  void fill(Known& known, const Attention& attention);
 
   std::vector<std::unique_ptr<Known>> known_;
   std::uint64_t time_ = 0;

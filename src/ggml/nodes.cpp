@@ -67,7 +67,10 @@ std::string misfit(const ggml_tensor* node) {
   if (mask == nullptr) return "there is no mask";
   if (mask->type != GGML_TYPE_F16 || mask->nb[0] != sizeof(std::uint16_t))
     return "the mask is not f16";
-  if (node->src[4] != nullptr) return "the softmax has attention sinks";
+  if (const ggml_tensor* sinks = node->src[4];
+      sinks != nullptr && (sinks->type != GGML_TYPE_F32 || !ggml_is_contiguous(sinks) ||
+                           ggml_nelements(sinks) != q->ne[2]))
+    return "the softmax has sinks that are not one f32 for each query head";
   float largest_bias = 0;
   std::memcpy(&largest_bias, reinterpret_cast<const float*>(node->op_params) + 1,
               sizeof largest_bias);
@@ -139,6 +142,7 @@ Understood understand(const ggml_tensor* node) {
                     .keys = node->src[1],
                     .values = node->src[2],
                     .mask = node->src[3],
+                    .sinks = node->src[4],
                     .cache = *cache_tensor_of(node->src[1]),
                     .scale = parameters[0],
                     .soft_cap = parameters[2]},

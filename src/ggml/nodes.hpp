@@ -31,8 +31,9 @@ struct Attention {
   const ggml_tensor* queries = nullptr;  // [key_dim, rows, query heads, streams], f32
   const ggml_tensor* keys = nullptr;     // [key_dim, cells, KV heads, streams]
   const ggml_tensor* values = nullptr;
-  const ggml_tensor* mask = nullptr;  // [cells, rows, 1, streams], f16
-  CacheTensor cache;                  // of the keys
+  const ggml_tensor* mask = nullptr;   // [cells, rows, 1, streams], f16
+  const ggml_tensor* sinks = nullptr;  // [query heads], f32; null: none
+  CacheTensor cache;                   // of the keys
   float scale = 1;
   float soft_cap = 0;  // 0: none
 

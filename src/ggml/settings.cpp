@@ -1,5 +1,6 @@
 #include "settings.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <stdexcept>
 #include <string_view>
@@ -21,6 +22,20 @@ std::optional<T> number(std::string_view text) {
   const auto [stop, error] = std::from_chars(text.data(), end, value);
   if (error != std::errc() || stop != end || text.empty()) return std::nullopt;
   return value;
+}
+
+bool read_switch(const char* name, std::string_view text) {
+  if (text != "on" && text != "off") refuse(name, text, "on or off");
+  return text == "on";
+}
+
+// A number in (low, high], or in (low, high) where `open`.
+double read_number(const char* name, std::string_view text, double low, double high, bool open,
+                   const char* right) {
+  const std::optional<double> value = number<double>(text);
+  if (!value || !(*value > low) || !(open ? *value < high : *value <= high))
+    refuse(name, text, right);
+  return *value;
 }
 
 constexpr const char* kLayers = "VERKV_GGML_LAYERS";
@@ -52,11 +67,35 @@ bool Settings::takes(int layer) const {
 
 Settings read_settings(const Lookup& lookup) {
   Settings settings;
-  if (const char* text = lookup("VERKV_GGML")) {
-    const std::string_view value = text;
-    if (value != "on" && value != "off") refuse("VERKV_GGML", value, "on or off");
-    settings.on = value == "on";
+  if (const char* text = lookup("VERKV_GGML")) settings.on = read_switch("VERKV_GGML", text);
+  if (const char* text = lookup("VERKV_GGML_KEEP")) {
+    settings.keep =
+        read_number("VERKV_GGML_KEEP", text, 0, 1, false,
+                    "the share of tokens to keep, above 0 and at most 1, such as 0.0625");
   }
+  if (const char* text = lookup("VERKV_GGML_RISK")) {
+    settings.risk = std::nullopt;
+    if (std::string_view(text) != "off") {
+      settings.risk = read_number("VERKV_GGML_RISK", text, 0, 1e30, true,
+                                  "the price of moving a token, above 0, such as 1e-4, or off");
+    }
+  }
+  if (const char* text = lookup("VERKV_GGML_EPSILON")) {
+    settings.epsilon = std::nullopt;
+    if (std::string_view(text) != "off") {
+      settings.epsilon =
+          read_number("VERKV_GGML_EPSILON", text, 0, 1, true,
+                      "the certified error, above 0 and below 1, such as 0.3, or off");
+    }
+  }
+  if (const char* text = lookup("VERKV_GGML_FROM")) {
+    const std::optional<std::int64_t> from = number<std::int64_t>(text);
+    if (!from || *from < 1)
+      refuse("VERKV_GGML_FROM", text, "the tokens of a sequence that is compressed, 1 or more");
+    settings.from = *from;
+  }
+  if (const char* text = lookup("VERKV_GGML_CHECK"))
+    settings.check = read_switch("VERKV_GGML_CHECK", text);
   if (const char* text = lookup(kLayers)) settings.layers = read_layers(text);
   if (const char* text = lookup("VERKV_GGML_REPORT")) {
     if (*text == '\0') refuse("VERKV_GGML_REPORT", text, "the name of a file to be written");

@@ -13,6 +13,14 @@ namespace verkv_ggml {
 
 struct Settings {
   bool on = true;
+  // Of CacheConfig.
+  double keep = 0.0625;
+  std::optional<double> risk = 1e-4;
+  std::optional<double> epsilon = 0.3;
+  // Sequences of more cells are compressed.
+  std::int64_t from = 2048;
+  // Compares residents with the engine's rows after every step.
+  bool check = false;
   // Layers of the model, as ranges with both ends; empty: all.
   std::vector<std::pair<int, int>> layers;
   // File for a report in JSON lines; empty: none.

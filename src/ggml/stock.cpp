@@ -66,6 +66,10 @@ ggml_status Stock::compute(const std::vector<ggml_tensor*>& nodes, bool light) {
 }
 
 void Stock::run(int parts, const std::function<void(int)>& part) {
+  if (threads_ == 1) {
+    for (int i = 0; i < parts; ++i) part(i);
+    return;
+  }
   parts_ = parts;
   part_ = &part;
   use_threads(threads_);

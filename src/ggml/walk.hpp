@@ -4,8 +4,11 @@
 
 #include <ggml.h>
 
+#include <map>
+#include <memory>
 #include <vector>
 
+#include "compressed.hpp"
 #include "dense.hpp"
 #include "log.hpp"
 #include "masks.hpp"
@@ -27,7 +30,9 @@ class Walk {
   ggml_status compute(ggml_cgraph* graph);
 
  private:
+  Compressed* compressed_of(const CacheTensor& tensor);
   bool answer(const ggml_tensor* node);
+  void answer_rows(const Attention& attention, const Visible& visible);
   ggml_status pass_on();
 
   const Settings& settings_;
@@ -39,6 +44,8 @@ class Walk {
   bool waiting_light_ = true;
   Report report_;
   Once once_;
+  // By buffer, which is what one cache of the engine lies in.
+  std::map<ggml_backend_buffer_t, std::unique_ptr<Compressed>> caches_;
 };
 
 }  // namespace verkv_ggml

@@ -41,22 +41,34 @@ ToyEngine::ToyEngine(const ToyShape& shape, const std::string& plugin, std::uint
   }
   scheduler_ = ggml_backend_sched_new(backends_.data(), nullptr, static_cast<int>(backends_.size()),
                                       1024, false, false);
-  context_ = ggml_init({.mem_size = at(2 * shape.layers + 4) * ggml_tensor_overhead(),
+  make_cache();
+}
+
+void ToyEngine::make_cache() {
+  context_ = ggml_init({.mem_size = at(2 * shape_.layers + 4) * ggml_tensor_overhead(),
                         .mem_buffer = nullptr,
                         .no_alloc = true});
-  for (int l = 0; l < shape.layers; ++l) {
+  for (int l = 0; l < shape_.layers; ++l) {
     for (const bool is_key : {true, false}) {
-      const std::int64_t dim = is_key ? shape.key_dim : shape.value_dim;
-      ggml_tensor* tensor = ggml_new_tensor_3d(context_, shape.type, shape.kv_heads * dim,
-                                               shape.cells, shape.streams);
+      const std::int64_t dim = is_key ? shape_.key_dim : shape_.value_dim;
+      ggml_tensor* tensor = ggml_new_tensor_3d(context_, shape_.type, shape_.kv_heads * dim,
+                                               shape_.cells, shape_.streams);
       ggml_set_name(tensor, ((is_key ? "cache_k_l" : "cache_v_l") + std::to_string(l)).c_str());
       (is_key ? keys_ : values_).push_back(tensor);
     }
   }
   buffer_ = ggml_backend_alloc_ctx_tensors(context_, backends_.back());
   ggml_backend_buffer_clear(buffer_, 0);
-  seen_by_.assign(at(shape.streams), std::vector<std::set<int>>(at(shape.cells)));
-  written_at_.assign(at(shape.streams), std::vector<std::int64_t>(at(shape.cells), -1));
+  seen_by_.assign(at(shape_.streams), std::vector<std::set<int>>(at(shape_.cells)));
+  written_at_.assign(at(shape_.streams), std::vector<std::int64_t>(at(shape_.cells), -1));
+}
+
+void ToyEngine::renew() {
+  ggml_backend_buffer_free(buffer_);
+  ggml_free(context_);
+  keys_.clear();
+  values_.clear();
+  make_cache();
 }
 
 ToyEngine::~ToyEngine() {
@@ -142,8 +154,9 @@ std::vector<std::vector<float>> ToyEngine::step(const std::vector<ToyToken>& tok
                                               shape_.scale, shape_.largest_bias, shape_.soft_cap);
     if (shape_.sinks) {
       ggml_flash_attn_ext_add_sinks(
-          answer, add_input(ggml_new_tensor_1d(c, GGML_TYPE_F32, shape_.query_heads),
-                            [&](auto) { return 1.0f; }));
+          answer,
+          add_input(ggml_new_tensor_1d(c, GGML_TYPE_F32, shape_.query_heads),
+                    [&](std::int64_t h) { return shape_.first_sink + static_cast<float>(h); }));
     }
     ggml_set_output(answer);
     answers.push_back(answer);
@@ -183,7 +196,9 @@ std::vector<std::vector<double>> ToyEngine::reference() const {
       for (std::int64_t h = 0; h < shape_.query_heads; ++h) {
         const float* q = queries_[at(l)].data() +
                          (static_cast<std::int64_t>(t) * shape_.query_heads + h) * shape_.key_dim;
-        double denominator = 0;
+        double denominator =
+            shape_.sinks ? std::exp(static_cast<double>(shape_.first_sink) + static_cast<double>(h))
+                         : 0;
         std::vector<double> sum(at(shape_.value_dim));
         for (std::int64_t cell = 0; cell < shape_.cells; ++cell) {
           if (!sees(token, cell) || written_at_[at(token.stream)][at(cell)] > token_time_[t])
@@ -218,6 +233,22 @@ void ToyEngine::remove(int sequence, std::int64_t first, std::int64_t last, std:
 void ToyEngine::copy(int from, int to, std::int64_t stream) {
   for (std::set<int>& who : seen_by_[at(stream)])
     if (who.contains(from)) who.insert(to);
+}
+
+template <class Accept>
+std::vector<std::int64_t> ToyEngine::cells_where(std::int64_t stream, Accept&& accept) const {
+  std::vector<std::int64_t> result;
+  for (std::int64_t i = 0; i < shape_.cells; ++i)
+    if (accept(seen_by_[at(stream)][at(i)])) result.push_back(i);
+  return result;
+}
+
+std::vector<std::int64_t> ToyEngine::cells_of(int sequence, std::int64_t stream) const {
+  return cells_where(stream, [&](const std::set<int>& who) { return who.contains(sequence); });
+}
+
+std::vector<std::int64_t> ToyEngine::free_cells(std::int64_t stream) const {
+  return cells_where(stream, [](const std::set<int>& who) { return who.empty(); });
 }
 
 void ToyEngine::overwrite(int layer, bool keys, std::int64_t first, std::int64_t last) {

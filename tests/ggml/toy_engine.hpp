@@ -27,7 +27,9 @@ struct ToyShape {
   float scale = 0.125f;
   float soft_cap = 0;
   float largest_bias = 0;
+  // Logits of sinks of the softmax, 1 more for each head; or none.
   bool sinks = false;
+  float first_sink = 1;
 };
 
 // A token of a step: it is written to its cell and sees the cells of its sequence up to it.
@@ -55,17 +57,25 @@ class ToyEngine {
   void remove(int sequence, std::int64_t first, std::int64_t last, std::int64_t stream = 0);
   // Another sequence of the stream sees what this one does.
   void copy(int from, int to, std::int64_t stream = 0);
+  // The cells that a sequence sees, and those that nobody does.
+  std::vector<std::int64_t> cells_of(int sequence, std::int64_t stream = 0) const;
+  std::vector<std::int64_t> free_cells(std::int64_t stream = 0) const;
   // Writes to rows of the cache beside all graphs, as the restoring of a state does.
   void overwrite(int layer, bool keys, std::int64_t first, std::int64_t last);
+  // Another cache in place of this one, as a context that goes on with one of another size has.
+  void renew();
   // Multiplies all keys of a layer in a graph, in place, as a shift of positions rewrites them.
   void scale_keys(int layer, float factor);
 
  private:
   struct Input;
+  void make_cache();
   float number();
   float cached(const ggml_tensor* tensor, std::int64_t stream, std::int64_t cell,
                std::int64_t element) const;
   bool sees(const ToyToken& token, std::int64_t cell) const;
+  template <class Accept>
+  std::vector<std::int64_t> cells_where(std::int64_t stream, Accept&& accept) const;
 
   ToyShape shape_;
   std::mt19937 random_;

@@ -21,7 +21,7 @@ umbrella  | include/verkv/verkv.hpp                                  | words sta
 front     | src/kv_cache_manager.* src/metrics.* src/cpu/cpu_backend.cpp src/cpu/row_attention.cpp | words stages settings reports manager src cpu  | fmt
 face      | src/c_face*                                              | words settings reports manager border src | fmt
 recording | src/recorded_cache.* src/safetensors_header.*            | words recorded src      | fmt nlohmann
-ggml      | src/ggml/*                                               | words settings reports manager | fmt ggml
+ggml      | src/ggml/*                                               | words stages settings reports manager | fmt ggml
 toy       | tests/ggml/*                                             | framework               | ggml
 cpu       | src/cpu/*                                                | words stages settings reports src | fmt hwy
 src       | src/*                                                    | words stages settings reports | fmt Eigen unistd.h
