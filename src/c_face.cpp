@@ -92,17 +92,6 @@ std::span<const SequenceId> sequences(const std::int64_t* data, std::int64_t row
   return array(reinterpret_cast<const SequenceId*>(data), rows, "sequences");
 }
 
-TensorView view(const verkv_tensor_view& c, const char* what) {
-  if (c.type < 0 || c.type > std::numeric_limits<std::underlying_type_t<DType>>::max())
-    invalid("{}: element type {}; f32, f16 and bf16 are supported", what, c.type);
-  return {c.data,       static_cast<DType>(c.type), c.tokens, c.heads, c.dim, c.token_stride,
-          c.head_stride};
-}
-
-TensorView view(const verkv_tensor_view* c, const char* what) {
-  return view(needed(c, what), what);
-}
-
 // What compress is given.
 struct Prompt {
   Prompt(const verkv_importance_view* importance, std::int64_t importance_count,

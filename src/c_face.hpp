@@ -6,8 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <span>
 #include <string>
+#include <type_traits>
 
 #include <verkv/verkv.h>
 #include <verkv/error.hpp>
@@ -87,6 +89,16 @@ std::span<T> array(T* data, std::int64_t count, const char* what) {
   if (count < 0 || (data == nullptr && count > 0))
     invalid("{}: {} elements{}", what, count, data == nullptr ? " at NULL" : "");
   return {data, static_cast<std::size_t>(count)};
+}
+
+inline TensorView view(const verkv_tensor_view& c, const char* what) {
+  if (c.type < 0 || c.type > std::numeric_limits<std::underlying_type_t<DType>>::max())
+    invalid("{}: element type {}; f32, f16 and bf16 are supported", what, c.type);
+  return {c.data,       static_cast<DType>(c.type), c.tokens, c.heads, c.dim, c.token_stride,
+          c.head_stride};
+}
+inline TensorView view(const verkv_tensor_view* c, const char* what) {
+  return view(needed(c, what), what);
 }
 
 // A function of the caller that has failed.

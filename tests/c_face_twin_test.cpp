@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -13,6 +14,7 @@
 
 #include <verkv/verkv.h>
 #include <verkv/kv_cache_manager.hpp>
+#include <verkv/row_attention.hpp>
 
 #include "c_face.hpp"
 #include "catch.hpp"
@@ -138,8 +140,8 @@ void check_same(const verkv_layer_config& c, const LayerConfig& x) {
 
 void check_same(const verkv_cache_config& c, const CacheConfig& x) {
   const auto& [layers, storage, host, keep, fetch, fast_limit, host_limit, local, sinks, chunk,
-               in_turn, from, pool, sketch, seed, threads, executor, fast_allocator,
-               host_allocator, study] = x;
+               in_turn, from, pool, sketch, seed, threads, executor, fast_allocator, host_allocator,
+               study] = x;
   const auto& [mode, risk, epsilon, delta, limit] = fetch;
   const auto& [kind, bits] = sketch;
   const auto& [select, estimator, floor, order, probability, cap, vector_code] = study;
@@ -426,6 +428,71 @@ TEST_CASE("a sequence in C and one in C++ give the same bits") {
     moved += moved_tokens;
   }
   CHECK(moved > 0);
+}
+
+TEST_CASE("attention over an engine's rows has the same bits through C") {
+  constexpr std::int64_t tokens = 40, kv_heads = 2, heads = 4, dim = 8;
+  constexpr std::size_t rows = 2;
+  const LayerConfig layer{kv_heads, heads, dim, dim};
+  CacheConfig config;
+  config.layers = {layer};
+  config.threads = 1;
+  reference::Random random(3);
+  std::vector<float> memory(2 * tokens * kv_heads * dim + rows * heads * dim);
+  for (float& x : memory) x = static_cast<float>(random.normal());
+  const float* values = memory.data() + tokens * kv_heads * dim;
+  const TensorView k = token_major(memory.data(), DType::f32, tokens, kv_heads, dim);
+  const TensorView v = token_major(values, DType::f32, tokens, kv_heads, dim);
+  const TensorView q = token_major(values + tokens * kv_heads * dim, DType::f32, rows, heads, dim);
+  const std::vector<std::uint32_t> first{0, 1, 5, 39}, second{7};
+  const std::vector<std::span<const std::uint32_t>> visible{first, second};
+  std::vector<float> output(rows * heads * dim), lse(rows * heads), scores(kv_heads * tokens);
+  const RowAttentionBatch batch{k, v, q, visible, output, lse};
+  RowAttention twin_of(config);
+  twin_of.attend(0, batch);
+  twin_of.importance(0, batch, scores);
+
+  const verkv_layer_config c_layer = c_face::to_c(layer);
+  verkv_cache_config c_config = c_face::to_c(config);
+  c_config.layers = &c_layer;
+  c_config.layer_count = 1;
+  verkv_row_attention* attention = nullptr;
+  REQUIRE(verkv_make_row_attention(&c_config, &attention, nullptr) == VERKV_OK);
+  const std::unique_ptr<verkv_row_attention, void (*)(verkv_row_attention*)> owner(
+      attention, verkv_destroy_row_attention);
+  const std::uint32_t* const lists[] = {first.data(), second.data()};
+  const std::int64_t counts[] = {4, 1};
+  std::vector<float> c_output(output.size()), c_lse(lse.size()), c_scores(scores.size());
+  verkv_row_batch c = {};
+  c.size = sizeof(c);
+  c.keys = twin(k);
+  c.values = twin(v);
+  c.queries = twin(q);
+  c.visible = lists;
+  c.visible_counts = counts;
+  c.rows = rows;
+  c.output = c_output.data();
+  c.output_count = static_cast<std::int64_t>(c_output.size());
+  c.lse = c_lse.data();
+  c.lse_count = static_cast<std::int64_t>(c_lse.size());
+  REQUIRE(verkv_attend_rows(attention, 0, &c, nullptr) == VERKV_OK);
+  const std::int64_t score_count = static_cast<std::int64_t>(scores.size());
+  REQUIRE(verkv_importance_of_rows(attention, 0, &c, c_scores.data(), score_count, nullptr) ==
+          VERKV_OK);
+  CHECK(c_output == output);
+  CHECK(c_lse == lse);
+  CHECK(c_scores == scores);
+
+  CHECK(verkv_attend_rows(attention, 1, &c, nullptr) == VERKV_ERROR_UNKNOWN_LAYER);
+  CHECK(verkv_attend_rows(nullptr, 0, &c, nullptr) == VERKV_ERROR_SHAPE);
+  CHECK(verkv_importance_of_rows(attention, 0, &c, c_scores.data(), 3, nullptr) ==
+        VERKV_ERROR_SHAPE);
+  c.visible_counts = nullptr;
+  CHECK(verkv_attend_rows(attention, 0, &c, nullptr) == VERKV_ERROR_SHAPE);
+  c_config.layer_count = 0;
+  CHECK(verkv_make_row_attention(&c_config, &attention, nullptr) == VERKV_ERROR_SETTING);
+  CHECK(attention == nullptr);
+  verkv_destroy_row_attention(nullptr);
 }
 
 TEST_CASE("an engine's rows are listed, moved and compared through C") {

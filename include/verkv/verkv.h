@@ -362,6 +362,38 @@ VERKV_API verkv_code verkv_step(verkv_cache* cache, int64_t layer, const verkv_t
                                 const verkv_tensor_view* values, const verkv_attend_batch* batch,
                                 verkv_error* error);
 
+/* ---- Exact attention over rows in the caller's memory */
+
+/* verkv::RowAttention. Of one, one call at a time. */
+typedef struct verkv_row_attention verkv_row_attention;
+
+/* Counts are exact. What is not wanted of output, lse and values is NULL or left out as in C++. */
+typedef struct verkv_row_batch {
+  size_t size;
+  verkv_tensor_view keys;         /* [token][KV head][key_dim] */
+  verkv_tensor_view values;       /* [token][KV head][value_dim] */
+  verkv_tensor_view queries;      /* [row][query head][key_dim] */
+  const uint32_t* const* visible; /* [row]: the tokens that the row sees, ascending */
+  const int64_t* visible_counts;  /* [row] */
+  int64_t rows;
+  float* output; /* [row][query head][value_dim] */
+  int64_t output_count;
+  float* lse; /* [row][query head], or NULL */
+  int64_t lse_count;
+} verkv_row_batch;
+
+/* `attention` is NULL afterwards where the call fails. */
+VERKV_API verkv_code verkv_make_row_attention(const verkv_cache_config* config,
+                                              verkv_row_attention** attention, verkv_error* error);
+/* Does nothing with NULL. */
+VERKV_API void verkv_destroy_row_attention(verkv_row_attention* attention);
+VERKV_API verkv_code verkv_attend_rows(verkv_row_attention* attention, int64_t layer,
+                                       const verkv_row_batch* batch, verkv_error* error);
+/* importance: [KV head][token]. */
+VERKV_API verkv_code verkv_importance_of_rows(verkv_row_attention* attention, int64_t layer,
+                                              const verkv_row_batch* batch, float* importance,
+                                              int64_t importance_count, verkv_error* error);
+
 /* ---- Reports */
 
 typedef struct verkv_memory_report {
