@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
         y[j] = load(key, layer.storage, j) - head.channel_means[j];
       __syncwarp();
       // Held until all have read y, whose place they take.
-      constexpr int kMost = 16;  // rows of a lane, up to 512 coordinates
+      constexpr int kMost = 18;  // rows of a lane, up to 576 coordinates
       float x[kMost];
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {

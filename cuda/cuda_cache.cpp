@@ -49,6 +49,19 @@ std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& config) {
         "allocators of the engine; a device allocates through CUDA, which pins and maps the host "
         "tier");
   }
+  for (std::size_t i = 0; i < config.layers.size(); ++i) {
+    const LayerConfig& layer = config.layers[i];
+    if (!layer.cached) continue;
+    if (layer.value_is_key_prefix) {
+      reasons.push_back("layer " + std::to_string(i) +
+                        ": values that are the first numbers of keys; a device stores them apart");
+    }
+    if (!layer.window) continue;
+    reasons.push_back("layer " + std::to_string(i) + ": sliding window of " +
+                      std::to_string(*layer.window) +
+                      " tokens; a device serves layers without one (set cached to false to leave "
+                      "the layer to the engine)");
+  }
   return reasons;
 }
 

@@ -83,6 +83,9 @@ class Backend {
   virtual std::int64_t tokens(SequenceId sequence, std::int64_t layer) const = 0;
   virtual std::int64_t compressed_tokens(SequenceId sequence, std::int64_t layer) const = 0;
 
+  // Of the first tokens those that a layer with a sliding window no longer holds.
+  virtual std::int64_t left_tokens(SequenceId, std::int64_t) const { return 0; }
+
   // Whether queries of tokens that come now score the local window.
   virtual bool scores_window(SequenceId sequence, std::int64_t layer) const = 0;
 

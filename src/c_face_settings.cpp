@@ -86,6 +86,7 @@ LayerConfig layer_config(const verkv_layer_config& c) {
   layer.first_global_kv_head = c.first_global_kv_head;
   const auto sinks = array(c.sink_logits, c.sink_logit_count, "sink logits");
   layer.sink_logits.assign(sinks.begin(), sinks.end());
+  layer.value_is_key_prefix = c.value_is_key_prefix != 0;
   return layer;
 }
 
@@ -206,6 +207,7 @@ verkv_layer_config to_c(const LayerConfig& layer) noexcept {
   c.first_global_kv_head = layer.first_global_kv_head;
   c.sink_logits = layer.sink_logits.data();
   c.sink_logit_count = std::ssize(layer.sink_logits);
+  c.value_is_key_prefix = layer.value_is_key_prefix;
   return c;
 }
 
@@ -227,6 +229,7 @@ verkv_cache_config to_c(const CacheConfig& config) noexcept {
   c.host_bytes_limit = optional(config.host_bytes_limit);
   c.local_tokens = config.local_tokens;
   c.sink_tokens = config.sink_tokens;
+  c.window_margin = config.window_margin;
   c.chunk_tokens = optional(config.chunk_tokens);
   c.compress_from = optional(config.compress_from);
   c.sketch_bits = config.sketch.bits;
@@ -269,6 +272,7 @@ CacheConfig cache_config(const verkv_cache_config* from) {
   config.host_bytes_limit = from_c(c.host_bytes_limit);
   config.local_tokens = c.local_tokens;
   config.sink_tokens = c.sink_tokens;
+  config.window_margin = c.window_margin;
   config.chunk_tokens = from_c(c.chunk_tokens);
   config.compress_from = from_c(c.compress_from);
   config.chunks_in_turn = c.chunks_in_turn != 0;

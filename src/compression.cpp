@@ -9,9 +9,9 @@
 #include <verkv/clusters.hpp>
 #include <verkv/inclusion.hpp>
 
-#include "window_score.hpp"
-
 #include "invalid.hpp"
+#include "settings.hpp"
+#include "window_score.hpp"
 
 namespace verkv {
 namespace {
@@ -98,7 +98,7 @@ Compressor::Compressor(const CacheConfig& config) : config_(config) {
   for (std::size_t i = 0; i < config.layers.size(); ++i) {
     const LayerConfig& from = config.layers[i];
     Layer layer;
-    layer.compresses = from.cached && !from.dense;
+    layer.compresses = verkv::compresses(from);
     layer.kv_heads = static_cast<std::size_t>(from.kv_heads);
     layer.group = from.cached ? from.query_heads / from.kv_heads : 1;
     layer.key_dim = from.key_dim;
@@ -339,7 +339,7 @@ std::int64_t added_fast_bytes(const CacheConfig& config, const HeadCompression& 
                               const SketchShape& codes) {
   const LayerConfig& layer = config.layers[head.layer];
   const std::int64_t element = static_cast<std::int64_t>(size_bytes(config.storage));
-  const std::int64_t row = (layer.key_dim + layer.value_dim) * element;
+  const std::int64_t row = row_elements(layer) * element;
   // The engine's rows are read where they are.
   const std::int64_t window_row = config.host == HostTier::engine ? 0 : row;
   const auto in_groups = [](std::int64_t count) {

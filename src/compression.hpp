@@ -82,7 +82,7 @@ class VERKV_API Compressor {
  public:
   explicit Compressor(const CacheConfig& config);
 
-  // Whether tokens of the layer ever leave the fast tier: it is cached and not dense.
+  // Whether tokens of the layer ever leave the fast tier: it is cached, not dense, and has no sliding window.
   bool compresses(std::size_t layer) const { return layers_[layer].compresses; }
 
   // The name of a KV head's draws, by its place in the whole model. `sequence` is the draw that

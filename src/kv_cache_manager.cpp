@@ -81,8 +81,6 @@ struct KvCacheManager::Impl final : Totals {
     return {layer(index), config, backend->takes_lists()};
   }
 
-  static bool compressible(const LayerConfig& l) { return l.cached && !l.dense; }
-
   // Calls f(sequence, layer) for the layers that are cached.
   auto all_layers(SequenceId id) const {
     return [this, id](auto&& f) {
@@ -126,10 +124,9 @@ struct KvCacheManager::Impl final : Totals {
     const LayerConfig& l = config.layers[static_cast<std::size_t>(layer)];
     const std::int64_t rows = count * l.kv_heads;
     Bytes bytes;
-    if (config.host == HostTier::own) {
-      bytes.host =
-          rows * (l.key_dim + l.value_dim) * static_cast<std::int64_t>(size_bytes(config.storage));
-    }
+    if (config.host == HostTier::own)
+      bytes.host = rows * row_elements(l) * static_cast<std::int64_t>(size_bytes(config.storage));
+    if (l.window) return {.host = 0, .fast = bytes.host};
     bytes.fast = bytes.host + rows * kWindowMetadataBytes;
     if (count > 0 && backend->scores_window(id, layer)) {
       const std::int64_t window =
@@ -137,6 +134,17 @@ struct KvCacheManager::Impl final : Totals {
       bytes.fast +=
           l.kv_heads * given_numbers(count, window) * static_cast<std::int64_t>(sizeof(float));
     }
+    return bytes;
+  }
+
+  // What `count` more tokens take, after those have gone that leave a sliding window first.
+  Bytes growth_of(SequenceId id, std::int64_t layer, std::int64_t count) const noexcept {
+    Bytes bytes = bytes_of(id, layer, count);
+    const LayerConfig& l = config.layers[static_cast<std::size_t>(layer)];
+    if (!l.window) return bytes;
+    const std::int64_t held = backend->tokens(id, layer) - backend->left_tokens(id, layer);
+    const std::int64_t leaving = held - window_tokens(config, l);
+    if (leaving > 0) bytes.add(bytes_of(id, layer, leaving), -1);
     return bytes;
   }
 
@@ -175,6 +183,9 @@ struct KvCacheManager::Impl final : Totals {
     const std::int64_t held_now = backend->tokens(id, layer);
     if (first < 0 || count < 0 || first > held_now || count > held_now - first)
       invalid("{} tokens from token {} on; the layer has {}", count, first, held_now);
+    if (const std::int64_t left = backend->left_tokens(id, layer); first < left)
+      invalid("{} tokens from token {} on; the first {} have left the layer's sliding window",
+              count, first, left);
   }
 
   // Calls f(sequence, row, rows) for the runs of consecutive rows of one sequence. Throws
@@ -207,6 +218,7 @@ struct KvCacheManager::Impl final : Totals {
     each_run(batch.sequences, [&](SequenceId id, std::int64_t row, std::int64_t count) {
       AppendPart part{id, batch.keys, batch.values};
       for (TensorView* view : {&part.keys, &part.values}) {
+        if (view->tokens == 0) continue;
         if (view->rows != nullptr) {
           view->rows += row;
         } else {
@@ -219,10 +231,23 @@ struct KvCacheManager::Impl final : Totals {
     });
   }
 
+  // The fewest tokens, but for none, that a layer can go back to for its sliding window.
+  std::int64_t least_tokens(SequenceId id, std::int64_t layer) const {
+    const std::int64_t left = backend->left_tokens(id, layer);
+    return left > 0 ? left + *config.layers[static_cast<std::size_t>(layer)].window : 0;
+  }
+
   // Whether the last `count` tokens can be asked together.
   void check_burst(SequenceId id, std::int64_t layer, std::int64_t row, std::int64_t count) const {
     if (count == 1) return;
     const std::int64_t tokens = backend->tokens(id, layer);
+    if (const std::int64_t least = least_tokens(id, layer); count > tokens - least + 1) {
+      invalid(ErrorCode::shape, {.row = row},
+              "sequence {} stands in {} rows from row {} on; of its {} tokens in layer {} no more "
+              "than the last {} can be asked together: what others attend to has left the sliding "
+              "window",
+              id.value, count, row, tokens, layer, tokens - least + 1);
+    }
     const std::int64_t compressed = backend->compressed_tokens(id, layer);
     if (count <= tokens - compressed) return;
     invalid(
@@ -247,7 +272,7 @@ struct KvCacheManager::Impl final : Totals {
       check_length(part.sequence, layer, part.keys.tokens);
       part.reserved = is_reserved(part, layer);
       if (part.reserved) continue;
-      wanted.add(bytes_of(part.sequence, layer, part.keys.tokens));
+      wanted.add(growth_of(part.sequence, layer, part.keys.tokens));
       freed.add(promise(part.sequence, layer));
     }
     if (wanted.fast > 0) check_limits(wanted, freed);
@@ -296,7 +321,7 @@ struct KvCacheManager::Impl final : Totals {
     }
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
       const LayerConfig& layer = config.layers[i];
-      if (!compressible(layer)) continue;
+      if (!compresses(layer)) continue;
       const std::int64_t index = static_cast<std::int64_t>(i);
       const std::int64_t open = backend->tokens(id, index) - backend->compressed_tokens(id, index);
       check_importance(i, importance[i], layer, open);
@@ -509,7 +534,7 @@ void KvCacheManager::reserve(SequenceId id, std::int64_t tokens) {
   const auto each = impl_->all_layers(id);
   each([&](SequenceId, std::int64_t layer) {
     impl_->check_length(id, layer, tokens);
-    wanted.add(impl_->bytes_of(id, layer, tokens));
+    wanted.add(impl_->growth_of(id, layer, tokens));
     freed.add(impl_->promise(id, layer));
     growths.push_back({id, layer, tokens});
   });
@@ -530,9 +555,13 @@ Truncation KvCacheManager::truncate(SequenceId id, std::int64_t tokens) {
   const auto each = impl_->all_layers(id);
   std::int64_t longest = 0;
   Truncation result;
+  Truncation refused;
   std::vector<std::int64_t> shorter;
   each([&](SequenceId, std::int64_t layer) {
     const std::int64_t compressed = impl_->backend->compressed_tokens(id, layer);
+    const std::int64_t least = impl_->least_tokens(id, layer);
+    if (tokens > 0 && tokens < least && least > refused.least_tokens)
+      refused = {false, false, layer, least};
     longest = std::max(longest, impl_->backend->tokens(id, layer));
     if (compressed <= tokens) return;
     shorter.push_back(layer);
@@ -540,6 +569,7 @@ Truncation KvCacheManager::truncate(SequenceId id, std::int64_t tokens) {
   });
   if (tokens > longest)
     invalid("{} tokens to keep; sequence {} has at most {} in a layer", tokens, id.value, longest);
+  if (!refused.done) return refused;
   impl_->booked(each, [&] {
     if (!shorter.empty() && !impl_->backend->shorten(id, shorter, tokens)) {
       result.done = false;

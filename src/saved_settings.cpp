@@ -39,10 +39,12 @@ void add_layer(Lines& lines, std::size_t index, const LayerConfig& layer) {
   add("cached", layer.cached);
   if (!layer.cached) return;
   add("dense", layer.dense);
+  if (layer.window) add("window", *layer.window);
   add("KV heads", layer.kv_heads);
   add("query heads", layer.query_heads);
   add("key size", layer.key_dim);
   add("value size", layer.value_dim);
+  if (layer.value_is_key_prefix) add("values", "the first numbers of keys");
   add("scale", or_none(layer.scale));
   add("soft cap", or_none(layer.soft_cap));
   add("global layer", layer.global_layer.value_or(static_cast<std::int64_t>(index)));

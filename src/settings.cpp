@@ -16,12 +16,14 @@
 namespace verkv {
 namespace {
 
-// Integer scores stay exact in binary32.
-constexpr std::int64_t kMaxDim = 512;
+// Of the latent of MLA, the largest that models have. Integer scores stay exact in binary32
+// (docs/math/sketch.md), up to 1040; a device has registers for so many coordinates.
+constexpr std::int64_t kMaxDim = 576;
 // 16 bits of a Philox counter each.
 constexpr std::int64_t kMaxLayers = 65536;
 constexpr std::int64_t kMaxHeads = 65536;
 constexpr int kMaxThreads = 1024;
+constexpr std::int64_t kMaxWindow = std::int64_t{1} << 32;
 
 // Scales and caps are used in binary32.
 constexpr double kSmallestFactor = 1e-30;
@@ -91,6 +93,10 @@ void check_layer(std::size_t i, const LayerConfig& layer, Reasons& reasons) {
   if (layer.value_dim < 1 || layer.value_dim > kMaxDim) {
     reasons.add("layer {}: value head size {}; 1 to {} are supported", i, layer.value_dim, kMaxDim);
   }
+  if (layer.value_is_key_prefix && layer.value_dim > layer.key_dim) {
+    reasons.add("layer {}: values of {} numbers, the first of keys of {}; they cannot be more", i,
+                layer.value_dim, layer.key_dim);
+  }
   if (layer.scale && !computable(*layer.scale)) {
     reasons.add("layer {}: scale {}; {} to {} are supported, or none for 1/sqrt(head size)", i,
                 *layer.scale, kSmallestFactor, kLargestFactor);
@@ -100,11 +106,9 @@ void check_layer(std::size_t i, const LayerConfig& layer, Reasons& reasons) {
                 kSmallestFactor, kLargestFactor);
   }
   check_sink_logits(i, layer, reasons);
-  if (layer.window) {
-    reasons.add(
-        "layer {}: sliding window of {} tokens; only layers without a window are supported (set "
-        "cached to false to leave the layer to the engine)",
-        i, *layer.window);
+  if (layer.window && (*layer.window < 1 || *layer.window > kMaxWindow)) {
+    reasons.add("layer {}: sliding window of {} tokens; 1 to {} are supported, or none", i,
+                *layer.window, kMaxWindow);
   }
   if (layer.global_layer && (*layer.global_layer < 0 || *layer.global_layer >= kMaxLayers)) {
     reasons.add("layer {}: global layer {}; 0 to {} are supported, or none for its index", i,
@@ -158,7 +162,24 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   if (static_cast<std::int64_t>(config.layers.size()) > kMaxLayers)
     reasons.add("{} layers; at most {} are supported", config.layers.size(), kMaxLayers);
   for (std::size_t i = 0; i < config.layers.size(); ++i) {
-    if (config.layers[i].cached) check_layer(i, config.layers[i], reasons);
+    const LayerConfig& layer = config.layers[i];
+    if (!layer.cached) continue;
+    check_layer(i, layer, reasons);
+    if (config.host != HostTier::engine) continue;
+    if (layer.window) {
+      reasons.add(
+          "layer {}: a sliding window, whose tokens are copied, where the host tier is the "
+          "engine's; "
+          "set cached to false to leave the layer to the engine",
+          i);
+    }
+    if (layer.value_is_key_prefix) {
+      reasons.add(
+          "layer {}: values that are the first numbers of keys, where the host tier is the "
+          "engine's; "
+          "nothing is copied there, so give the rows of keys as values too",
+          i);
+    }
   }
   check_storage(config.storage, reasons);
   reasons.add_unless_known("host tier", config.host);
@@ -171,6 +192,10 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
     reasons.add("host tier limit of {} bytes; cannot be negative", *config.host_bytes_limit);
   if (config.local_tokens < 0)
     reasons.add("{} local tokens; cannot be negative", config.local_tokens);
+  if (config.window_margin < 0 || config.window_margin > kMaxWindow) {
+    reasons.add("{} tokens beyond sliding windows; 0 to {} are supported", config.window_margin,
+                kMaxWindow);
+  }
   if (config.sink_tokens < 0) reasons.add("{} sink tokens; cannot be negative", config.sink_tokens);
   if (config.chunk_tokens && *config.chunk_tokens < 1)
     reasons.add("{} chunk tokens; must be at least 1, or none", *config.chunk_tokens);
@@ -213,8 +238,8 @@ double keep_for_fast_share(double fast_share, const LayerConfig& layer, DType st
   reasons.add_unless_known("estimator", estimator);
   if (const auto list = reasons.take(); !list.empty())
     invalid(ErrorCode::setting, "{}", fmt::join(list, "; "));
-  const double full = static_cast<double>(layer.key_dim + layer.value_dim) *
-                      static_cast<double>(size_bytes(storage));
+  const double full =
+      static_cast<double>(row_elements(layer)) * static_cast<double>(size_bytes(storage));
   // Per token: sketch and odds; per resident: its row and its position. The matrices of the sketch
   // belong to a sequence, not to a token: not counted. Any split of the bits takes about the bytes
   // of this one, which stores all coordinates.

@@ -97,6 +97,11 @@ void check_shapes(const TensorView& keys, const TensorView& values, const TokenR
     }
   };
   check("keys", keys, rules.layer.key_dim);
+  if (rules.layer.value_is_key_prefix) {
+    if (values.tokens == 0) return;
+    invalid("values of {} tokens given to a layer whose values are the first numbers of its keys",
+            values.tokens);
+  }
   check("values", values, rules.layer.value_dim);
   check_counts(keys, values);
 }

@@ -461,10 +461,10 @@ static void settings(void) {
   config.keep = 2;
   config.fetch_delta = -1;
   layers[2].window.has_value = 1;
-  layers[2].window.value = 512;
+  layers[2].window.value = -512;
   OK(verkv_unsupported_reasons(&config, text, sizeof text, &length, &error));
   CHECK(strstr(text, "delta -1") != NULL && strstr(text, "\nlayer 2") == NULL &&
-        strstr(text, "512") != NULL);
+        strstr(text, "-512") != NULL);
   CHECK(strlen(text) == length && text[length - 1] == '\n');
   REFUSED(verkv_make_cpu_cache(&config, &cache, &error), VERKV_ERROR_SETTING, "delta");
   CHECK(cache == NULL);

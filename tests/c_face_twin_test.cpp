@@ -120,9 +120,9 @@ requires(std::is_arithmetic_v<A> && (std::is_arithmetic_v<B> || std::is_enum_v<B
 // Each has all members by name: another member does not compile.
 void check_same(const verkv_layer_config& c, const LayerConfig& x) {
   const auto& [kv_heads, query_heads, key_dim, value_dim, scale, soft_cap, cached, dense, window,
-               global_layer, first, sinks] = x;
+               global_layer, first, sinks, prefix] = x;
   const auto& [c_kv_heads, c_query_heads, c_key_dim, c_value_dim, c_scale, c_soft_cap, c_cached,
-               c_dense, c_window, c_global_layer, c_first, c_sinks, c_sink_count] = c;
+               c_dense, c_window, c_global_layer, c_first, c_sinks, c_sink_count, c_prefix] = c;
   CHECK(same(c_kv_heads, kv_heads));
   CHECK(same(c_query_heads, query_heads));
   CHECK(same(c_key_dim, key_dim));
@@ -136,12 +136,13 @@ void check_same(const verkv_layer_config& c, const LayerConfig& x) {
   CHECK(same(c_first, first));
   REQUIRE(same(c_sink_count, sinks.size()));
   CHECK(std::equal(sinks.begin(), sinks.end(), c_sinks));
+  CHECK(same(c_prefix, prefix));
 }
 
 void check_same(const verkv_cache_config& c, const CacheConfig& x) {
-  const auto& [layers, storage, host, keep, fetch, fast_limit, host_limit, local, sinks, chunk,
-               in_turn, from, pool, sketch, seed, threads, executor, fast_allocator, host_allocator,
-               study] = x;
+  const auto& [layers, storage, host, keep, fetch, fast_limit, host_limit, local, sinks, margin,
+               chunk, in_turn, from, pool, sketch, seed, threads, executor, fast_allocator,
+               host_allocator, study] = x;
   const auto& [mode, risk, epsilon, delta, limit] = fetch;
   const auto& [kind, bits] = sketch;
   const auto& [select, estimator, floor, order, probability, cap, vector_code] = study;
@@ -153,6 +154,7 @@ void check_same(const verkv_cache_config& c, const CacheConfig& x) {
   CHECK(same(c.host_bytes_limit, host_limit));
   CHECK(same(c.local_tokens, local));
   CHECK(same(c.sink_tokens, sinks));
+  CHECK(same(c.window_margin, margin));
   CHECK(same(c.chunk_tokens, chunk));
   CHECK(same(c.chunks_in_turn, in_turn));
   CHECK(same(c.compress_from, from));
@@ -184,7 +186,9 @@ void check_same(const verkv_cache_config& c, const CacheConfig& x) {
 }
 
 // No two fields alike.
-LayerConfig odd_layer() { return {2, 6, 11, 12, 0.5, 30.0, true, true, 77, 8, 9, {0.25f, -1}}; }
+LayerConfig odd_layer() {
+  return {2, 6, 11, 12, 0.5, 30.0, true, true, 77, 8, 9, {0.25f, -1}, true};
+}
 
 CacheConfig odd_config() {
   CacheConfig config;
@@ -197,6 +201,7 @@ CacheConfig odd_config() {
   config.host_bytes_limit = 600;
   config.local_tokens = 7;
   config.sink_tokens = 8;
+  config.window_margin = 21;
   config.chunk_tokens = 9;
   config.chunks_in_turn = true;
   config.compress_from = 10;

@@ -522,6 +522,7 @@ TEST_CASE("sketch_logits: vectors give the bits of the scalar kernel", "[kernels
     check_sketch(1024, 0, 33, 4, false);
     check_sketch(1024, 1024, 33, 3, false);
     check_sketch(1025, 512, 33, 2, false);
+    check_sketch(576, 576, 70, 2, false);
   }
   SECTION("no token with finite odds") {
     SketchCase test(64, 16, 40, 2, false);

@@ -76,8 +76,9 @@ class VERKV_API KvCacheManager {
 
   // ---- Tokens
 
-  // Adds tokens to one layer: keys [token][KV head][key_dim], values [token][KV head][value_dim],
-  // any strides and types, converted to CacheConfig::storage. Zero tokens are fine. The cost does
+  // Adds tokens to one layer: keys [token][KV head][key_dim], values [token][KV head][value_dim] (an
+  // empty view where LayerConfig::value_is_key_prefix), any strides and types, converted to
+  // CacheConfig::storage. Zero tokens are fine. The cost does
   // not depend on the number of sequences, except on a device where a chunk goes (below): its step
   // buffers are fitted to the lengths of all sequences.
   // Beyond what `reserve` has made room for, a call begins as `reserve` of its tokens, for its
@@ -130,6 +131,9 @@ class VERKV_API KvCacheManager {
   // certificate says holds, and Truncation::exact is false. Costs what it takes to sketch what stays;
   // a reservation of such a layer is gone. Later appends go on compressing, also from 0 tokens on.
   // Not on a device: there Truncation::done is false, and nothing changes.
+  // A layer with a sliding window goes back as within the local window: from the most tokens that it
+  // had by CacheConfig::window_margin at least, and by all that the last call has appended; or to 0.
+  // Where it cannot, Truncation::done is false, and nothing changes.
   // Throws InvalidArgument on an unknown sequence, and on a number that is negative or above the
   // tokens of every layer; std::bad_alloc.
   Truncation truncate(SequenceId sequence, std::int64_t tokens);
@@ -137,8 +141,8 @@ class VERKV_API KvCacheManager {
   // Compresses every layer: all tokens but the last local_tokens leave the fast tier, except those
   // drawn.
   // importance: one view per layer of the configuration, scores [KV head][token] of the tokens not
-  // yet compressed (all of them the first time), local window included. Layers that are dense or
-  // not cached are ignored; their views may be empty. Scores need no normalisation: only ratios
+  // yet compressed (all of them the first time), local window included. Layers that are dense, have a
+  // sliding window or are not cached are ignored; their views may be empty. Scores need no normalisation: only ratios
   // within a pool matter.
   // prompt_queries: one view per layer, [position][query head][key_dim], after RoPE as in attend;
   // some 64 late positions of the prompt do. A calibrated sketch is made for them at the first
@@ -223,7 +227,7 @@ class VERKV_API KvCacheManager {
   // [token][KV head][key_dim], values [token][KV head][value_dim], dense, of CacheConfig::storage.
   // Either span may be empty; else its size is exact.
   // Throws InvalidArgument on a sequence or layer that is unknown, tokens that the layer does not
-  // have, and a size that is not exact.
+  // have or that have left its sliding window, and a size that is not exact.
   void read(SequenceId sequence, std::int64_t layer, std::int64_t first, std::int64_t count,
             std::span<std::byte> keys, std::span<std::byte> values) const;
 

@@ -62,7 +62,8 @@ struct AppendBatch {
 // What KvCacheManager::truncate came to.
 struct Truncation {
   // false: nothing has changed, because `layer` has compressed its first `least_tokens` tokens and
-  // the backend cannot go back further.
+  // the backend cannot go back further, or because it has a sliding window, and of what fewer than
+  // `least_tokens` tokens would attend to some has left it.
   bool done = true;
   // Everything is, bit for bit, as if the tokens had never come. false: `layer` had compressed some
   // of them, its first `least_tokens`, together with tokens that stay, and whose sample stays as it

@@ -17,7 +17,8 @@ namespace verkv {
 
 // Query rows over the tokens of one block of memory, of which each row sees some.
 struct RowAttentionBatch {
-  // [token][KV head][key_dim] and [token][KV head][value_dim]: f32, f16 or bf16, any strides.
+  // [token][KV head][key_dim] and [token][KV head][value_dim]: f32, f16 or bf16, any strides, in the
+  // same memory if values are the first numbers of keys.
   // Tokens that no row sees are not read. Numbers are not checked: one that is not finite makes the
   // answers of the rows that see it what arithmetic makes of it.
   TensorView keys = {};

@@ -144,11 +144,13 @@ struct LayerConfig {
   std::optional<double> scale = std::nullopt;
   // logit <- soft_cap * tanh(logit / soft_cap).
   std::optional<double> soft_cap = std::nullopt;
-  // false: the layer keeps no cache here (layers without attention, sliding-window layers).
+  // false: the layer keeps no cache here (layers without attention).
   bool cached = true;
   // true: the layer stays uncompressed and exact.
   bool dense = false;
-  // Sliding window of the model, tokens. Not supported: refused unless the layer is not cached.
+  // Sliding window of the model, tokens, at least 1: token i attends to the tokens j with
+  // i - window < j <= i, itself included. Such a layer is dense, keeps its last tokens on the fast
+  // tier and nothing on the host: CacheConfig::window_margin.
   std::optional<std::int64_t> window = std::nullopt;
   // Place in the whole model, so that draws do not depend on how layers and heads are split over
   // ranks. global_layer: none is the index in CacheConfig::layers.
@@ -158,6 +160,9 @@ struct LayerConfig {
   // scaled, not capped), which has a weight in D but no value. Empty: none. Where a context is split
   // into parts, one of them has the sink.
   std::vector<float> sink_logits = {};
+  // true: the value of a token is the first value_dim coordinates of its key, as of the latent of
+  // MLA (576 and 512). It is stored once on either tier, and append is given keys alone.
+  bool value_is_key_prefix = false;
 };
 
 // When a step fetches, and what it promises. Each rule that is on asks for a set of tokens; a
@@ -236,6 +241,9 @@ struct CacheConfig {
   // Most recent tokens and first tokens: always resident.
   std::int64_t local_tokens = 32;
   std::int64_t sink_tokens = 4;
+  // Tokens that layers with a sliding window keep beyond it: so many can always be taken back
+  // (KvCacheManager::truncate). The oldest leave when append or reserve begins.
+  std::int64_t window_margin = 64;
   // Tokens compressed at a time during decode, at least 1; none: only when compress is called.
   std::optional<std::int64_t> chunk_tokens = 128;
   // true: layers compress their chunks at different tokens, so that no single step pays for all of them.

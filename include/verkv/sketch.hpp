@@ -260,8 +260,8 @@ inline SketchQuery encode_query(std::span<const float> q, std::span<std::int8_t>
   return result;
 }
 
-// The integer score of one token: sum of query byte * level byte. Below 2^24 for dim <= 512, so
-// exact in binary32.
+// The integer score of one token: sum of query byte * level byte. Without the bias of the levels it
+// is below 2^24 for dim <= 1040, so exact in binary32.
 //
 // Dialect: cuda/sketch_products.cuh: sketch_dots
 inline std::int32_t sketch_dot(const SketchShape& shape, const std::uint8_t* codes,

@@ -130,6 +130,7 @@ typedef struct verkv_layer_config {
   /* Copied; of verkv_config_of_layer the cache's own. */
   const float* sink_logits;
   int64_t sink_logit_count;
+  int64_t value_is_key_prefix;
 } verkv_layer_config;
 
 /* Calls part(argument, 0) .. part(argument, parts - 1) as verkv::Executor does. */
@@ -180,6 +181,7 @@ typedef struct verkv_cache_config {
   int64_t chunks_in_turn; /* 0 or 1 */
   verkv_tier_allocator fast_allocator;
   verkv_tier_allocator host_allocator;
+  int64_t window_margin;
 } verkv_cache_config;
 
 /* Set every field to its default, `size` and layer_size to those of the caller. */

@@ -133,6 +133,11 @@ class CpuBackend final : public Backend {
     return lengths_of(find(id).layers[static_cast<std::size_t>(layer)]).compressed;
   }
 
+  std::int64_t left_tokens(SequenceId id, std::int64_t layer) const override {
+    const std::vector<HeadStore>& heads = find(id).layers[static_cast<std::size_t>(layer)];
+    return heads.empty() ? 0 : heads.front().left();
+  }
+
   bool scores_window(SequenceId id, std::int64_t layer) const override {
     return config_.chunk_tokens && find(id).compressed_before[static_cast<std::size_t>(layer)];
   }
@@ -520,7 +525,8 @@ class CpuBackend final : public Backend {
         find(batch.sequences[static_cast<std::size_t>(slice.first)]).layers[layer];
     HeadStore& store = heads.empty() ? *empty_[layer] : heads[static_cast<std::size_t>(head)];
     const std::int64_t together = rows_together(
-        shape.group, round_up(std::max(store.compressed(), store.residents()), kLanes));
+        shape.group,
+        round_up(std::max(store.compressed(), seen_together(shape, store.residents())), kLanes));
     for (std::int64_t begin = 0; begin < slice.rows; begin += together) {
       std::array<StepArguments, kMaxHeads> rows;
       const std::int64_t count = std::min(together, slice.rows - begin);
@@ -560,8 +566,11 @@ class CpuBackend final : public Backend {
         statistics.resident_tokens += report.resident_tokens;
       }
       const std::int64_t held = tokens(batch.sequences[first], static_cast<std::int64_t>(layer));
-      for (std::int64_t i = 0; i < slice.rows; ++i)
-        statistics.cached_tokens += (held - slice.back + i) * static_cast<std::int64_t>(kv_heads);
+      const std::int64_t most = shapes_[layer].config.window.value_or(held);
+      for (std::int64_t i = 0; i < slice.rows; ++i) {
+        statistics.cached_tokens +=
+            std::min(held - slice.back + i, most) * static_cast<std::int64_t>(kv_heads);
+      }
     }
   }
 
@@ -651,11 +660,13 @@ class CpuBackend final : public Backend {
   // totals: none where the caller keeps them.
   void reserve(std::span<const Growth> growths, Totals* totals) {
     std::vector<CompressHeads::Prepared> prepared;
+    std::vector<Leaving> leaving;
     for (const Growth& growth : growths) {
       const Booking booking(totals, growth.sequence, growth.layer);
       // First, since what a compression leaves of a window keeps its room.
       make_room(growth);
       prepared.push_back(prepare_outgrown(growth));
+      leaving.push_back(prepare_leaving(growth));
     }
     // Nothing fails from here on.
     for (std::size_t i = 0; i < growths.size(); ++i) {
@@ -664,6 +675,7 @@ class CpuBackend final : public Backend {
       for (HeadStore& store : find(growth.sequence).layers[static_cast<std::size_t>(growth.layer)])
         store.window_scores().settle();
       compress_heads_.commit(prepared[i]);
+      commit(leaving[i]);
     }
   }
 
@@ -695,6 +707,32 @@ class CpuBackend final : public Backend {
     }
     return compress_heads_.prepare(
         sequence.layers, compressor_.window(sequence.draw, layer, lengths, score), {}, true);
+  }
+
+  // Tokens that leave a sliding window.
+  struct Leaving {
+    std::vector<HeadStore>* heads = nullptr;
+    std::int64_t count = 0;
+    std::vector<std::optional<Window>> rest;  // [KV head]
+  };
+
+  Leaving prepare_leaving(const Growth& growth) {
+    const std::size_t layer = static_cast<std::size_t>(growth.layer);
+    const LayerShape& shape = shapes_[layer];
+    std::vector<HeadStore>& heads = find(growth.sequence).layers[layer];
+    if (!shape.config.window || heads.empty()) return {};
+    Leaving result;
+    result.count = heads.front().residents() - window_tokens(config_, shape.config);
+    if (result.count <= 0) return {};
+    result.heads = &heads;
+    for (const HeadStore& head : heads)
+      result.rest.push_back(head.reserve_leave(shape, result.count));
+    return result;
+  }
+
+  static void commit(Leaving& leaving) noexcept {
+    for (std::size_t h = 0; h < leaving.rest.size(); ++h)
+      (*leaving.heads)[h].leave(leaving.count, std::move(leaving.rest[h]));
   }
 
   CacheConfig config_;

@@ -37,7 +37,7 @@ std::int64_t used_bytes(const auto& vector) {
 
 Window::Window(const LayerShape& shape)
     : key(kPageShift, shape.key_bytes(), shape.fast),
-      value(kPageShift, shape.value_bytes(), shape.fast) {}
+      value(kPageShift, shape.own_value_bytes(), shape.fast) {}
 
 Window Window::fork() {
   Window result(*this);
@@ -48,7 +48,7 @@ Window Window::fork() {
 
 Drawn::Drawn(const LayerShape& shape)
     : key(kPageShift, shape.key_bytes(), shape.fast),
-      value(kPageShift, shape.value_bytes(), shape.fast),
+      value(kPageShift, shape.own_value_bytes(), shape.fast),
       place(kPageShift, sizeof(std::uint32_t), shape.fast) {}
 
 Drawn Drawn::fork() {
@@ -93,22 +93,16 @@ std::unique_ptr<Sketched> Sketched::fork() {
 }
 
 HeadStore::HeadStore(const LayerShape& shape, std::shared_ptr<EngineRows> engine, std::int64_t head)
-    : host_(shape, std::move(engine), head), window_(shape), scores_(shape.fast) {}
+    : sliding_(shape.config.window.value_or(0)),
+      host_(shape, std::move(engine), head),
+      window_(shape),
+      scores_(shape.fast) {}
 
-Rows HeadStore::window_values(const LayerShape& shape) const {
-  if (host_.is_engine()) {
-    Rows rows = host_.values(shape);
-    rows.first = compressed_;
-    return rows;
-  }
-  const std::int64_t dim = shape.config.value_dim;
-  return {nullptr,
-          shape.storage,
-          dim,
-          static_cast<int>(dim),
-          window_.value.pages(),
-          window_.value.first(),
-          0};
+Rows HeadStore::window_values(const LayerShape& shape, std::int64_t begin) const {
+  if (!host_.is_engine()) return values_of(shape, window_, begin);
+  Rows rows = host_.values(shape);
+  rows.first = compressed_ + begin;
+  return rows;
 }
 
 Rows HeadStore::centroids(const LayerShape& shape) const {
@@ -138,22 +132,26 @@ std::vector<Positive16> HeadStore::all_odds() const {
 }
 
 void HeadStore::reserve_append(std::int64_t count, bool scores) {
-  host_.reserve_more(count);
   if (!host_.is_engine()) {
     window_.key.reserve_more(count);
     window_.value.reserve_more(count);
   }
-  scores_.reserve(count, scores);
+  if (sliding_ == 0) {
+    host_.reserve_more(count);
+    scores_.reserve(count, scores);
+  }
   room_ = tokens() + count;
 }
 
 bool HeadStore::has_room(std::int64_t count, bool scores) const {
-  return count <= spare() && scores_.has_room(count, scores) && host_.has_room(count) &&
+  return count <= spare() &&
+         (sliding_ > 0 || (scores_.has_room(count, scores) && host_.has_room(count))) &&
          (host_.is_engine() || (window_.key.has_room(count) && window_.value.has_room(count)));
 }
 
 void HeadStore::append(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,
                        const TensorView& values, std::int64_t head, bool scores) noexcept {
+  if (sliding_ > 0) return append_sliding(shape, kernels, keys, values, head);
   const std::int64_t before = tokens();
   host_.append(shape, kernels, keys, values, head);
   scores_.append(keys.tokens, scores);
@@ -161,13 +159,15 @@ void HeadStore::append(const LayerShape& shape, const Kernels& kernels, const Te
   const std::int64_t window = window_.key.size();
   window_.key.resize(window + keys.tokens);
   window_.value.resize(window + keys.tokens);
+  const std::size_t value_bytes = bytes(shape.own_value_bytes());
   for (std::int64_t t = 0; t < keys.tokens; ++t) {
     std::memcpy(window_.key.row(window + t), host_.key(before + t), bytes(shape.key_bytes()));
-    std::memcpy(window_.value.row(window + t), host_.value(before + t), bytes(shape.value_bytes()));
+    std::memcpy(window_.value.row(window + t), host_.value(before + t), value_bytes);
   }
 }
 
 void HeadStore::truncate(std::int64_t tokens) noexcept {
+  if (sliding_ > 0) return truncate_sliding(tokens);
   host_.truncate(tokens);
   scores_.truncate(tokens - compressed_);
   if (host_.is_engine()) return;
@@ -338,7 +338,7 @@ void HeadStore::take_clusters(const Clusters& clusters, std::int64_t end) noexce
 void HeadStore::add_drawn(const LayerShape& shape, std::span<const std::uint32_t> places,
                           Drawn& drawn) const noexcept {
   const std::size_t key = bytes(shape.key_bytes());
-  const std::size_t value = bytes(shape.value_bytes());
+  const std::size_t value = bytes(shape.own_value_bytes());
   const std::int64_t before = drawn.size();
   const std::int64_t after = before + static_cast<std::int64_t>(places.size());
   drawn.key.resize(after);
@@ -368,6 +368,8 @@ void HeadStore::take(Drawn&& drawn) noexcept {
 
 HeadStore HeadStore::fork() {
   HeadStore result(host_.fork(), window_.fork());
+  result.sliding_ = sliding_;
+  result.left_ = left_;
   result.compressed_ = compressed_;
   result.scores_ = scores_;
   result.room_ = tokens();

@@ -24,6 +24,7 @@
 #include "cpu/window_scores.hpp"
 #include "rows.hpp"
 #include "saved_bytes.hpp"
+#include "settings.hpp"
 #include "sketch_basis.hpp"
 #include "spread_order.hpp"
 
@@ -42,7 +43,7 @@ static_assert(std::int64_t{1} << kPlaceShift == kBlockTokens);
 struct Window {
   explicit Window(const LayerShape& shape);
   PagedRows key;
-  PagedRows value;
+  PagedRows value;  // of no bytes where values are the first numbers of keys
 
   Window fork();
 };
@@ -51,7 +52,7 @@ struct Window {
 struct Drawn {
   explicit Drawn(const LayerShape& shape);
   PagedRows key;
-  PagedRows value;
+  PagedRows value;  // as of Window
   PagedRows place;  // std::uint32_t
 
   std::int64_t size() const { return place.size(); }
@@ -64,6 +65,20 @@ struct Drawn {
   }
   Drawn fork();
 };
+
+// Values of a Window or of Drawn, from row `first` on.
+template <class Part>
+Rows values_of(const LayerShape& shape, const Part& part, std::int64_t first) {
+  const bool in_keys = shape.config.value_is_key_prefix;
+  const PagedRows& from = in_keys ? part.key : part.value;
+  Rows rows;
+  rows.type = shape.storage;
+  rows.dim = static_cast<int>(shape.config.value_dim);
+  rows.stride = in_keys ? shape.config.key_dim : shape.config.value_dim;
+  rows.pages = from.pages();
+  rows.first = from.first() + first;
+  return rows;
+}
 
 // What a head's first compression fixes. Shared by forks.
 struct HeadBasis {
@@ -118,19 +133,28 @@ class HeadStore {
   explicit HeadStore(const LayerShape& shape, std::shared_ptr<EngineRows> engine = nullptr,
                      std::int64_t head = 0);
 
-  std::int64_t tokens() const { return host_.size(); }
+  std::int64_t tokens() const { return sliding_ == 0 ? host_.size() : left_ + window_.key.size(); }
   std::int64_t compressed() const { return compressed_; }
   std::int64_t drawn_residents() const { return sketched_ ? sketched_->drawn.size() : 0; }
-  std::int64_t residents() const { return drawn_residents() + tokens() - compressed_; }
+  std::int64_t residents() const { return drawn_residents() + tokens() - left_ - compressed_; }
 
   HostRows& host() { return host_; }
   const HostRows& host() const { return host_; }
-  // Of the local window, by position from compressed() on. f(rows, first, count): rows [first, first +
-  // count) of it are rows [0, count) of `rows`, which kernels read fastest.
+  // Of the local window, by position from compressed() on, and of a sliding one from left() on; from
+  // row `begin` on. f(rows, first, count): rows [first, first + count) of it are rows [0, count) of
+  // `rows`, which kernels read fastest.
   template <class F>
-  void each_window_key(const LayerShape& shape, F&& f) const;
-  Rows window_values(const LayerShape& shape) const;
+  void each_window_key(const LayerShape& shape, std::int64_t begin, F&& f) const;
+  Rows window_values(const LayerShape& shape, std::int64_t begin) const;
   const Window& window() const { return window_; }
+  // Of a token that is held, wherever it lies.
+  const std::byte* key(std::int64_t token) const {
+    return sliding_ == 0 ? host_.key(token) : window_.key.row(token - left_);
+  }
+  const std::byte* value(const LayerShape& shape, std::int64_t token) const {
+    if (shape.config.value_is_key_prefix) return key(token);
+    return sliding_ == 0 ? host_.value(token) : window_.value.row(token - left_);
+  }
   const Drawn& drawn() const { return sketched_->drawn; }
 
   // Of places, which lie in pieces: f(first, count), each from a multiple of kBlockTokens.
@@ -173,6 +197,13 @@ class HeadStore {
   // Room for `count` more tokens; afterwards append of them cannot fail, also where a compression or
   // a redraw comes between. scores: whether queries of these tokens are to score the local window.
   void reserve_append(std::int64_t count, bool scores);
+  // Of a layer with a sliding window: tokens that have left it. Those that are held follow.
+  std::int64_t left() const { return left_; }
+  // Room for the oldest `count` to leave, fewer than are held, with room for as many more as there is
+  // now; afterwards leave cannot fail. The result is what is left where it moves. sliding_window.cpp.
+  std::optional<Window> reserve_leave(const LayerShape& shape, std::int64_t count) const;
+  void leave(std::int64_t count, std::optional<Window>&& rest) noexcept;
+
   // Whether append of so many writes to memory that no fork holds, and needs no more of it.
   bool has_room(std::int64_t count, bool scores) const;
   // What there is room for is no longer kept free; nothing is freed.
@@ -180,7 +211,7 @@ class HeadStore {
   // Adds tokens of KV head `head` of the views, already checked to fit the storage type.
   void append(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,
               const TensorView& values, std::int64_t head, bool scores) noexcept;
-  // Keeps the first `tokens`, at least compressed().
+  // Keeps the first `tokens`, at least compressed(); of a sliding window 0, or no fewer than left().
   void truncate(std::int64_t tokens) noexcept;
   // What is left where only the first `tokens`, fewer than compressed(), stay: all of them
   // compressed, without room for more. shortened_head.cpp. Shares host rows with this store.
@@ -235,6 +266,11 @@ class HeadStore {
 
  private:
   HeadStore(HostRows host, Window window) : host_(std::move(host)), window_(std::move(window)) {}
+  void append_sliding(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,
+                      const TensorView& values, std::int64_t head) noexcept;
+  void truncate_sliding(std::int64_t tokens) noexcept;
+  void save_sliding(SavedWriter& writer) const;
+  void restore_sliding(const LayerShape& shape, SavedReader& reader, std::int64_t tokens);
 
   // Of what is held by place, from place 0 on.
   template <class T>
@@ -250,6 +286,10 @@ class HeadStore {
                  Drawn& drawn) const noexcept;
 
   std::int64_t compressed_ = 0;
+  // LayerConfig::window; 0: none. Of such a layer the window has all that is held, from token left_
+  // on, and there are neither rows on the host nor scores.
+  std::int64_t sliding_ = 0;
+  std::int64_t left_ = 0;
   HostRows host_;
   Window window_;  // empty where the engine's rows are read in place
   WindowScores scores_;
@@ -284,17 +324,19 @@ void each_run(const PagedRows& rows, F&& f) {
 }
 
 template <class F>
-void HeadStore::each_window_key(const LayerShape& shape, F&& f) const {
+void HeadStore::each_window_key(const LayerShape& shape, std::int64_t begin, F&& f) const {
   const std::int64_t dim = shape.config.key_dim;
   if (host_.is_engine()) {
     Rows rows = host_.keys(shape);
-    rows.first = compressed_;
-    f(rows, std::int64_t{0}, tokens() - compressed_);
+    rows.first = compressed_ + begin;
+    f(rows, begin, tokens() - compressed_ - begin);
     return;
   }
-  each_run(window_.key, [&](std::int64_t first, std::int64_t count) {
-    f(Rows{window_.key.row(first), shape.storage, dim, static_cast<int>(dim)}, first, count);
-  });
+  for (std::int64_t first = begin; first < window_.key.size();) {
+    const std::int64_t end = window_.key.run_end(first);
+    f(Rows{window_.key.row(first), shape.storage, dim, static_cast<int>(dim)}, first, end - first);
+    first = end;
+  }
 }
 
 template <class F>

@@ -45,7 +45,7 @@ HostRows::HostRows(const LayerShape& shape, std::shared_ptr<EngineRows> engine, 
       engine_(std::move(engine)),
       head_(head),
       element_(static_cast<std::int64_t>(size_bytes(shape.storage))),
-      key_bytes_(shape.key_bytes()) {}
+      value_at_(shape.config.value_is_key_prefix ? 0 : shape.key_bytes()) {}
 
 Rows HostRows::keys(const LayerShape& shape) const {
   Rows rows;
@@ -69,7 +69,7 @@ Rows HostRows::values(const LayerShape& shape) const {
     rows.list = engine_->value.data();
     rows.offset = head_ * engine_->value_head_stride;
   } else {
-    rows.offset = shape.config.key_dim;
+    rows.offset = shape.config.value_is_key_prefix ? 0 : shape.config.key_dim;
   }
   return rows;
 }
@@ -98,7 +98,8 @@ void HostRows::append(const LayerShape& shape, const Kernels& kernels, const Ten
   for (std::int64_t t = 0; t < keys.tokens; ++t) {
     std::byte* const row = own_.row(before + t);
     kernels.convert(keys.row(t, head), keys.type, row, shape.storage, keys.dim);
-    kernels.convert(values.row(t, head), values.type, row + key_bytes_, shape.storage, values.dim);
+    if (shape.config.value_is_key_prefix) continue;
+    kernels.convert(values.row(t, head), values.type, row + value_at_, shape.storage, values.dim);
   }
 }
 

@@ -46,7 +46,7 @@ class HostRows {
   }
   const std::byte* value(std::int64_t position) const {
     return is_engine() ? engine_->value[static_cast<std::size_t>(position)] + value_offset()
-                       : own_.row(position) + key_bytes_;
+                       : own_.row(position) + value_at_;
   }
 
   // Room for `count` more; afterwards append of them cannot fail.
@@ -80,7 +80,7 @@ class HostRows {
   std::int64_t size_ = 0;  // of the engine's
   std::int64_t head_;
   std::int64_t element_;
-  std::int64_t key_bytes_;
+  std::int64_t value_at_;  // byte of a row of its own
 };
 
 }  // namespace verkv::cpu

@@ -9,6 +9,7 @@
 #include <verkv/types.hpp>
 
 #include "cpu/tier_memory.hpp"
+#include "settings.hpp"
 
 namespace verkv::cpu {
 
@@ -25,7 +26,7 @@ struct LayerShape {
   const TierMemory* fast = nullptr;
   const TierMemory* host_memory = nullptr;
 
-  std::int64_t row_elements() const { return config.key_dim + config.value_dim; }
+  std::int64_t row_elements() const { return verkv::row_elements(config); }
   std::int64_t row_bytes() const {
     return row_elements() * static_cast<std::int64_t>(size_bytes(storage));
   }
@@ -35,6 +36,8 @@ struct LayerShape {
   std::int64_t value_bytes() const {
     return config.value_dim * static_cast<std::int64_t>(size_bytes(storage));
   }
+  // Of a value that is stored beside its key.
+  std::int64_t own_value_bytes() const { return config.value_is_key_prefix ? 0 : value_bytes(); }
 };
 
 }  // namespace verkv::cpu

@@ -38,9 +38,9 @@ void resident_logits(HeadGroup& group) {
         products({keys.row(i), group.shape.storage, dim, static_cast<int>(dim)}, i, count);
       });
     }
-    group.store.each_window_key(group.shape,
+    group.store.each_window_key(group.shape, group.first_slot,
                                 [&](const Rows& keys, std::int64_t i, std::int64_t count) {
-                                  products(keys, group.drawn + i, count);
+                                  products(keys, group.drawn + i - group.first_slot, count);
                                 });
   });
   if (group.drawn > 0) {

@@ -125,6 +125,7 @@ void HeadStore::save(const LayerShape& shape, SavedWriter& writer) const {
   }
   writer.put(counts);
   writer.end();
+  if (sliding_ > 0) return save_sliding(writer);
   put_rows(writer, shape, host_);
   writer.end();
   scores_.save(writer);
@@ -240,6 +241,11 @@ HeadStore HeadStore::restore(const LayerShape& shape, SavedReader& reader) {
   reader.end();
   check_counts(reader, shape, counts);
   HeadStore head(shape);
+  if (shape.config.window) {
+    if (counts.compressed > 0) reader.refuse("a sliding window has no compressed tokens");
+    head.restore_sliding(shape, reader, counts.tokens);
+    return head;
+  }
   get_rows(reader, head.host_.own(), counts.tokens);
   reader.end();
   check_rows_finite(reader, head.host_.own(), shape.storage);
@@ -252,7 +258,7 @@ HeadStore HeadStore::restore(const LayerShape& shape, SavedReader& reader) {
   head.window_.key.resize(window);
   head.window_.value.resize(window);
   const std::size_t key_bytes = static_cast<std::size_t>(shape.key_bytes());
-  const std::size_t value_bytes = static_cast<std::size_t>(shape.value_bytes());
+  const std::size_t value_bytes = static_cast<std::size_t>(shape.own_value_bytes());
   for (std::int64_t i = 0; i < window; ++i) {
     std::memcpy(head.window_.key.row(i), head.host_.key(counts.compressed + i), key_bytes);
     std::memcpy(head.window_.value.row(i), head.host_.value(counts.compressed + i), value_bytes);
@@ -299,7 +305,8 @@ std::vector<HeadStore> restore_heads(const LayerShape& shape, std::size_t layer,
     reader.begin(fmt::format("layer {}, head {}", layer, h));
     heads.push_back(HeadStore::restore(shape, reader));
     if (heads.back().tokens() != heads.front().tokens() ||
-        heads.back().compressed() != heads.front().compressed())
+        heads.back().compressed() != heads.front().compressed() ||
+        heads.back().left() != heads.front().left())
       reader.refuse("a length that is not that of the layer's first head");
   }
   return heads;
@@ -311,8 +318,8 @@ void read_tokens(const LayerShape& shape, std::span<const HeadStore> heads, std:
   const std::size_t value_bytes = static_cast<std::size_t>(shape.value_bytes());
   for (std::int64_t token = first; token < first + count; ++token) {
     for (const HeadStore& head : heads) {
-      if (keys != nullptr) keys = std::copy_n(head.host().key(token), key_bytes, keys);
-      if (values != nullptr) values = std::copy_n(head.host().value(token), value_bytes, values);
+      if (keys != nullptr) keys = std::copy_n(head.key(token), key_bytes, keys);
+      if (values != nullptr) values = std::copy_n(head.value(shape, token), value_bytes, values);
     }
   }
 }

@@ -148,13 +148,9 @@ class Step {
                                      group_.resident_weight(first) + first_slot, heads,
                                      group_.resident_stride, out, dim);
       };
-      if (group_.drawn > 0) {
-        const PagedRows& values = store_.drawn().value;
-        add({nullptr, group_.shape.storage, dim, static_cast<int>(dim), values.pages(),
-             values.first(), 0},
-            group_.drawn, 0);
-      }
-      add(store_.window_values(group_.shape), group_.residents - group_.drawn, group_.drawn);
+      if (group_.drawn > 0) add(values_of(group_.shape, store_.drawn(), 0), group_.drawn, 0);
+      add(store_.window_values(group_.shape, group_.first_slot), group_.residents - group_.drawn,
+          group_.drawn);
       if (moved_ > 0) {
         group_.kernels.weighted_rows(store_.host().values(group_.shape), ws_.moved.data(), moved_,
                                      group_.weight(first), heads, group_.weight_stride, out, dim);

@@ -63,7 +63,7 @@ void WorkspaceSizes::cover(const LayerShape& shape, const FetchRules& rules,
   };
   at_least(query, heads * padded(shape.config.key_dim));
   at_least(code_query, heads * code_stride_of(shape.sketch));
-  const std::int64_t residents = padded(drawn + roomy(lengths.window));
+  const std::int64_t residents = padded(drawn + roomy(seen_together(shape, lengths.window)));
   at_least(resident_logit, shared_numbers(shape.group, residents));
   at_least(resident_weight, group * residents);
   at_least(output, group * shape.config.value_dim);
@@ -161,13 +161,24 @@ HeadGroup::HeadGroup(const Kernels& the_kernels, const LayerShape& the_shape,
       first_head(shape.group * rows.first),
       compressed(store.compressed()),
       residents(store.residents() - rows.back),
+      first_slot(0),
+      other_slots(0),
       drawn(store.drawn_residents()),
       clusters(shape.clusters ? clusters_of(compressed) : 0),
       query_stride(padded(shape.config.key_dim)),
       code_stride(code_stride_of(shape.sketch)),
       weight_stride(padded(compressed)),
-      resident_stride(padded(store.residents())),
+      resident_stride(padded(seen_together(the_shape, store.residents()))),
       drawn_stride(padded(drawn)),
-      cluster_stride(padded(clusters)) {}
+      cluster_stride(padded(clusters)) {
+  if (!shape.config.window) return;
+  // Of the first row, and of the first of all rows that are answered together.
+  const auto first_seen = [&](std::int64_t rows_before) {
+    return std::max<std::int64_t>(0, residents - rows_before - *shape.config.window);
+  };
+  first_slot = first_seen(rows.rows - 1);
+  other_slots = first_slot - first_seen(rows.first + rows.rows - 1);
+  residents -= first_slot;
+}
 
 }  // namespace verkv::cpu

@@ -68,6 +68,12 @@ struct ClusterSums {
 // sketch and of the residents.
 constexpr int rows_together(int group) { return std::max(1, kMaxHeads / group); }
 
+// Of so many residents those that rows which are answered together see at most.
+inline std::int64_t seen_together(const LayerShape& shape, std::int64_t residents) {
+  if (!shape.config.window) return residents;
+  return std::min(residents, *shape.config.window + rows_together(shape.group) - 1);
+}
+
 // Numbers in an array of logits up to which rows are taken together: 4 MB. A guess: above it, what
 // lies between two rows' use of it falls out of the caches, and the memory of each thread counts.
 inline constexpr std::int64_t kSharedLogits = std::int64_t{1} << 20;
@@ -208,7 +214,8 @@ class Workspaces {
   int count_ = 0;
 };
 
-// Rows of a step, of one sequence: `rows` queries of its last tokens from the workspace's `first` on.
+// Rows of a step, of one sequence: `rows` queries of its last tokens from the workspace's `first` on,
+// where row 0 is the first of those that are answered together.
 // The last of them does not see the newest `back` tokens.
 struct QueryRows {
   int first = 0;
@@ -232,8 +239,12 @@ struct HeadGroup {
   int heads;
   int first_head;
   std::int64_t compressed;
-  // Without those that the rows do not see.
+  // Without those that none of the rows sees.
   std::int64_t residents;
+  // Of a sliding window: the first slot of the window that one of the rows sees, and how many slots
+  // before it others of the rows see that are answered together.
+  std::int64_t first_slot;
+  std::int64_t other_slots;
   // The first so many resident slots are drawn ones, the others the local window.
   std::int64_t drawn;
   // 0 unless the layer estimates by clusters.
@@ -257,7 +268,7 @@ struct HeadGroup {
   float* cluster_weight(int h) { return workspace.cluster_weight.data() + h * cluster_stride; }
   float* cluster_square(int h) { return workspace.cluster_square.data() + h * cluster_stride; }
   float* resident_logit(int h) {
-    return workspace.resident_logit.data() + (first_head + h) * resident_stride;
+    return workspace.resident_logit.data() + (first_head + h) * resident_stride + other_slots;
   }
   float* resident_weight(int h) { return workspace.resident_weight.data() + h * resident_stride; }
   float* drawn_sketched(int h) { return workspace.drawn_sketched.data() + h * drawn_stride; }

@@ -867,6 +867,14 @@ TEST_CASE("what a device does not do is refused before anything is allocated", "
   REQUIRE(verkv::cuda_unsupported_reasons(config).size() == 1);
   REQUIRE_THROWS_AS(verkv::make_cuda_cache(config), InvalidArgument);
   config = small_config();
+  config.layers.back().window = 4096;
+  const std::vector<std::string> reasons = verkv::cuda_unsupported_reasons(config);
+  REQUIRE(reasons.size() == 1);
+  REQUIRE(reasons[0].find("4096") != std::string::npos);
+  REQUIRE_THROWS_AS(verkv::make_cuda_cache(config), InvalidArgument);
+  config.layers.back().cached = false;
+  REQUIRE(verkv::cuda_unsupported_reasons(config).empty());
+  config = small_config();
   REQUIRE(verkv::cuda_unsupported_reasons(config).empty());
   config.host_allocator = {[](void*, std::size_t, std::size_t) -> void* { return nullptr; },
                            [](void*, void*, std::size_t, std::size_t) {}};

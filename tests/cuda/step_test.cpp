@@ -198,7 +198,7 @@ TEST_CASE("Groups of query heads") {
 }
 
 TEST_CASE("Every query head of a group has its part of the attention, every coordinate a warp") {
-  for (int dim = 1; dim <= 512; ++dim) {
+  for (int dim = 1; dim <= 576; ++dim) {
     for (int group = 1; group <= 64; ++group) {
       LayerView layer;
       layer.group = group;
@@ -238,8 +238,8 @@ TEST_CASE("The largest heads") {
   cpu_device::reset_device();
   Setup setup = small(150);
   setup.group = 5;
-  setup.key_dim = 512;
-  setup.value_dim = 512;
+  setup.key_dim = 576;
+  setup.value_dim = 576;
   setup.fetch.epsilon = kOff;
   setup.lengths = {{100, 60}};
   setup.query_size = 4;

@@ -50,11 +50,12 @@ LayerConfig layer_of(Input& input) {
                           : layer.kv_heads * (1 + input.below(3));
   layer.key_dim = whole(input);
   layer.value_dim = whole(input);
+  layer.value_is_key_prefix = rarely(input, 8);
   if (rarely(input, 4)) layer.scale = real(input);
   if (rarely(input, 4)) layer.soft_cap = real(input);
   layer.cached = !rarely(input, 8);
   layer.dense = rarely(input, 4);
-  if (rarely(input, 64)) layer.window = whole(input);
+  if (rarely(input, 8)) layer.window = whole(input);
   if (rarely(input, 8)) {
     const std::int64_t heads =
         rarely(input, 16) ? 3 : std::clamp<std::int64_t>(layer.query_heads, 0, 400);
@@ -81,6 +82,7 @@ CacheConfig config_of(Input& input) {
   if (rarely(input, 8)) config.host_bytes_limit = whole(input);
   config.local_tokens = whole(input);
   config.sink_tokens = whole(input);
+  if (rarely(input, 8)) config.window_margin = whole(input);
   config.chunk_tokens = maybe(input, whole);
   config.compress_from = maybe(input, whole);
   config.pool = value_of<Pool>(input, 3);
@@ -121,9 +123,11 @@ void serve(KvCacheManager& cache, Input& input) {
           static_cast<std::size_t>(tokens * std::max(layer.kv_heads, layer.query_heads) *
                                    std::max(layer.key_dim, layer.value_dim)));
       for (float& x : rows) x = static_cast<float>(input.take<std::int8_t>()) / 32;
-      cache.append(id, index,
-                   token_major(rows.data(), DType::f32, tokens, layer.kv_heads, layer.key_dim),
-                   token_major(rows.data(), DType::f32, tokens, layer.kv_heads, layer.value_dim));
+      cache.append(
+          id, index, token_major(rows.data(), DType::f32, tokens, layer.kv_heads, layer.key_dim),
+          layer.value_is_key_prefix
+              ? TensorView{}
+              : token_major(rows.data(), DType::f32, tokens, layer.kv_heads, layer.value_dim));
       const std::int64_t open = cache.tokens(id, index) - cache.compressed_tokens(id, index);
       importance[l] = {nullptr, layer.kv_heads, open, open};
       scores.resize(std::max(scores.size(), static_cast<std::size_t>(layer.kv_heads * open)));

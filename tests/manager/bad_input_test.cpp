@@ -423,22 +423,22 @@ TEST_CASE("A configuration that cannot be served is refused with every reason") 
   refused([](CacheConfig& c) { c.layers[0].query_heads = 0; }, {"layer 0", "0", "2"});
   refused([](CacheConfig& c) { c.layers[0].query_heads = std::int64_t{1} << 40; },
           {"layer 0", "1099511627776", "65536"});
-  for (const std::int64_t dim : {std::int64_t{0}, std::int64_t{-64}, std::int64_t{513}, huge}) {
+  for (const std::int64_t dim : {std::int64_t{0}, std::int64_t{-64}, std::int64_t{577}, huge}) {
     refused([dim](CacheConfig& c) { c.layers[0].key_dim = dim; },
-            {"layer 0", "key", std::to_string(dim), "512"});
+            {"layer 0", "key", std::to_string(dim), "576"});
     refused([dim](CacheConfig& c) { c.layers[0].value_dim = dim; },
-            {"layer 0", "value", std::to_string(dim), "512"});
+            {"layer 0", "value", std::to_string(dim), "576"});
   }
   for (const double x : {0.0, -1.0, nan, kInfinite}) {
     refused([x](CacheConfig& c) { c.layers[0].scale = x; }, {"layer 0", "scale"});
     refused([x](CacheConfig& c) { c.layers[0].soft_cap = x; }, {"layer 0", "soft cap"});
   }
-  refused([](CacheConfig& c) { c.layers[0].window = 4096; }, {"layer 0", "4096", "window"});
   refused([](CacheConfig& c) { c.layers[0].global_layer = 65536; }, {"layer 0", "65536", "65535"});
   refused([](CacheConfig& c) { c.layers[0].window = 0; }, {"layer 0", "0", "window"});
   refused([](CacheConfig& c) { c.layers[0].global_layer = -2; }, {"layer 0", "-2"});
   refused([](CacheConfig& c) { c.layers[0].global_layer = -1; }, {"layer 0", "-1"});
   refused([](CacheConfig& c) { c.sink_tokens = -1; }, {"-1", "sink"});
+  refused([](CacheConfig& c) { c.window_margin = -1; }, {"-1", "windows"});
   refused([](CacheConfig& c) { c.local_tokens = -3; }, {"-3", "local"});
   refused([](CacheConfig& c) { c.compress_from = -1; }, {"-1", "compression from"});
   refused([](CacheConfig& c) { c.chunk_tokens = -2; }, {"-2", "chunk"});

@@ -160,8 +160,8 @@ TEST_CASE("A share of the fast tier is met by the keep that is computed for it",
   refused(layer, DType::f16, {static_cast<SketchKind>(9), 2}, {"sketch kind 9"});
   refused(layer, DType::f16, {SketchKind::calibrated, 1}, {"1 bits", "2, 3 and 4"});
   refused(layer, DType::f16, {SketchKind::calibrated, 5}, {"5 bits", "2, 3 and 4"});
-  refused(layer_of(1, 1, 0, 128), DType::f16, {}, {"0 and 128", "512"});
-  refused(layer_of(1, 1, 128, 513), DType::f16, {}, {"513", "512"});
+  refused(layer_of(1, 1, 0, 128), DType::f16, {}, {"0 and 128", "576"});
+  refused(layer_of(1, 1, 128, 577), DType::f16, {}, {"577", "576"});
   for (const double share : {0.0, -1.0, 1.1, std::numeric_limits<double>::quiet_NaN()}) {
     check_names(error_of<InvalidArgument>(
                     [&] { verkv::keep_for_fast_share(share, layer, DType::f16, {}); }),

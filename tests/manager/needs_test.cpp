@@ -36,7 +36,7 @@ CacheConfig exact_config() {
 
 TEST_CASE("Lengths around every border, head sizes and groups are served") {
   const std::vector<std::int64_t> lengths{0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129};
-  const std::vector<std::int64_t> dims{64, 80, 96, 100, 112, 128, 256, 512};
+  const std::vector<std::int64_t> dims{64, 80, 96, 100, 112, 128, 256, 512, 576};
   const std::vector<std::int64_t> groups{1, 2, 5, 6, 7, 8, 12, 16};
   Random random(71);
   // All of each, not all pairs.

@@ -56,8 +56,12 @@ class DenseLayer {
     DenseAnswer result;
     result.output.assign(size(config_.value_dim), 0.0);
     std::vector<double> logits;
-    double most = -std::numeric_limits<double>::infinity();
-    for (std::int64_t t = 0; t < tokens; ++t) {
+    double sink = -std::numeric_limits<double>::infinity();
+    if (!config_.sink_logits.empty())
+      sink = static_cast<double>(config_.sink_logits[size(query_head)]);
+    double most = sink;
+    const std::int64_t first = std::max<std::int64_t>(0, tokens - config_.window.value_or(tokens));
+    for (std::int64_t t = first; t < tokens; ++t) {
       double logit = 0;
       for (std::int64_t j = 0; j < config_.key_dim; ++j)
         logit += static_cast<double>(query[j]) * static_cast<double>(keys_.at(t, head, j));
@@ -67,10 +71,11 @@ class DenseLayer {
       logits.push_back(logit);
       most = std::max(most, logit);
     }
+    result.lse = sink;
     if (tokens == 0) return result;
-    double sum = 0;
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      const double weight = std::exp(logits[size(t)] - most);
+    double sum = std::exp(sink - most);
+    for (std::int64_t t = first; t < tokens; ++t) {
+      const double weight = std::exp(logits[size(t - first)] - most);
       sum += weight;
       for (std::int64_t j = 0; j < config_.value_dim; ++j)
         result.output[size(j)] += weight * static_cast<double>(values_.at(t, head, j));

@@ -30,6 +30,10 @@ TwinCache::TwinCache(const CacheConfig& config) : config_(config) {
       part.query_heads /= parts;
       part.global_layer = static_cast<std::int64_t>(l);
       part.first_global_kv_head += h;
+      if (!part.sink_logits.empty()) {
+        const auto begin = layer.sink_logits.begin() + h * part.query_heads;
+        part.sink_logits.assign(begin, begin + part.query_heads);
+      }
       config_.layers.push_back(part);
     }
   }

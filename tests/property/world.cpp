@@ -37,6 +37,16 @@ CacheConfig draw_config(Random& random) {
       {.kv_heads = 1, .query_heads = 1, .key_dim = 8, .value_dim = 8, .cached = false},
       {.kv_heads = 2, .query_heads = 2, .key_dim = 12, .value_dim = 3, .soft_cap = 20.0},
   };
+  if (random.below(2) == 0) {
+    config.layers[1].window = 1 + static_cast<std::int64_t>(random.below(40));
+    config.window_margin = static_cast<std::int64_t>(random.below(12));
+  }
+  if (random.below(3) == 0) {
+    for (const std::size_t layer : {0, 1, 3}) {
+      for (std::int64_t h = 0; h < config.layers[layer].query_heads; ++h)
+        config.layers[layer].sink_logits.push_back(static_cast<float>(2 * random.normal()));
+    }
+  }
   config.storage = pick(random, {DType::f32, DType::f16, DType::bf16});
   config.keep = pick(random, {0.1, 0.25, 0.5, 0.9, 1.0});
   config.fetch.mode = pick(random, {FetchMode::verified, FetchMode::verified, FetchMode::verified,
@@ -62,7 +72,10 @@ CacheConfig draw_config(Random& random) {
   if (random.below(5) == 0) config.study.cap.reset();
   if (random.below(4) == 0) config.fast_bytes_limit = 6'000 + 20'000 * random.below(2);
   if (random.below(8) == 0) config.host_bytes_limit = 40'000;
-  if (random.below(3) == 0) config.host = HostTier::engine;
+  if (random.below(3) == 0) {
+    config.host = HostTier::engine;
+    config.layers[1].window.reset();
+  }
   return config;
 }
 
@@ -126,8 +139,9 @@ std::string World::configuration() const {
        << "/" << c.sketch.bits << ", select " << static_cast<int>(c.study.select) << ", estimator "
        << static_cast<int>(c.study.estimator) << ", cap " << shown(c.study.cap) << ", threads "
        << shown(c.threads) << ", fast limit " << shown(c.fast_bytes_limit) << ", host tier "
-       << static_cast<int>(c.host) << ", limit " << shown(c.host_bytes_limit) << ", at most "
-       << most_tokens_ << " tokens";
+       << static_cast<int>(c.host) << ", limit " << shown(c.host_bytes_limit) << ", window "
+       << shown(c.layers[1].window) << " and " << c.window_margin << ", sink logits "
+       << !c.layers[0].sink_logits.empty() << ", at most " << most_tokens_ << " tokens";
   return text.str();
 }
 
@@ -235,7 +249,8 @@ bool World::has_room(const Member& member, std::int64_t tokens) const {
 
 // Whether an append of so many tokens may compress a part of the window.
 bool World::may_compress(const Member& member, std::int64_t layer, std::int64_t tokens) const {
-  if (!config_.chunk_tokens || config_.keep >= 1) return false;
+  if (!config_.chunk_tokens || config_.keep >= 1 || config_.layers[size(layer)].window)
+    return false;
   const std::int64_t window =
       cache_->tokens(member.id, layer) - cache_->compressed_tokens(member.id, layer);
   return window + tokens >= config_.local_tokens + *config_.chunk_tokens;
@@ -312,8 +327,10 @@ std::vector<World::Run> World::draw_runs(std::int64_t layer, std::int64_t most, 
     pad();
     std::int64_t rows = 1;
     if (random_.below(3) == 0) rows += static_cast<std::int64_t>(random_.below(size(most)));
-    const std::int64_t window =
+    std::int64_t window =
         cache_->tokens(member->id, layer) - cache_->compressed_tokens(member->id, layer);
+    // What others attend to may have left.
+    if (config_.layers[size(layer)].window) window = 1;
     if (!appends) rows = std::max<std::int64_t>(1, std::min(rows, window));
     if (appends ? has_room(*member, rows) : !member->ahead[size(layer)])
       runs.push_back({member, rows});
@@ -550,8 +567,7 @@ void World::check_answer(std::int64_t layer, const DenseAnswer& dense, std::int6
   if (report.epsilon == 0) {
     ++tallies_.exact_answers;
     if (tokens == 0) {
-      if (lse != -std::numeric_limits<double>::infinity())
-        violated("layer ", layer, ": LSE ", lse, " of no token");
+      if (lse != dense.lse) violated("layer ", layer, ": LSE ", lse, " of no token");
       return;
     }
     const double near = tolerance::kStepLse + tolerance::kStepLseShare * dense.largest_logit;
@@ -605,7 +621,13 @@ void World::truncate() {
     compressed[size(each)] = cache_->compressed_tokens(member.id, each);
   Truncation result;
   if (!attempt([&] { result = cache_->truncate(member.id, tokens); })) return;
-  if (!result.done) violated("the CPU goes back wherever it is asked to");
+  if (!result.done) {
+    if (result.layer < 0 || !config_.layers[size(result.layer)].window || tokens == 0 ||
+        tokens >= result.least_tokens)
+      violated("the CPU goes back wherever it is asked to, but for sliding windows");
+    if (member.twin->truncate(tokens)) violated("the twin went back");
+    return;
+  }
   bool exact = true;
   for (const std::int64_t each : cached_) exact = exact && compressed[size(each)] <= tokens;
   if (result.exact != exact) violated("went back exactly: ", result.exact, ", not ", exact);
@@ -789,7 +811,9 @@ void World::read() {
   const Member& member = any();
   const std::int64_t layer = cached_[random_.below(cached_.size())];
   const DenseLayer& held = member.layers[size(layer)];
-  const std::int64_t first = static_cast<std::int64_t>(random_.below(size(held.tokens() + 1)));
+  const std::int64_t window = config_.layers[size(layer)].window.value_or(held.tokens());
+  const std::int64_t first = std::max(
+      static_cast<std::int64_t>(random_.below(size(held.tokens() + 1))), held.tokens() - window);
   const std::int64_t count =
       static_cast<std::int64_t>(random_.below(size(held.tokens() - first + 1)));
   say(member.name, " layer ", layer, " from ", first, " tokens ", count);
@@ -899,7 +923,7 @@ void World::misuse() {
       attempt([&] { cache_->truncate(member.id, most_tokens_ + 1); }, true);
       break;
     default:
-      if (l.dense || scores[size(layer)].data.empty()) {
+      if (l.dense || l.window || scores[size(layer)].data.empty()) {
         attempt([&] { cache_->reserve(member.id, -1); }, true);
         break;
       }
