@@ -87,6 +87,9 @@ LayerConfig layer_config(const verkv_layer_config& c) {
   const auto sinks = array(c.sink_logits, c.sink_logit_count, "sink logits");
   layer.sink_logits.assign(sinks.begin(), sinks.end());
   layer.value_is_key_prefix = c.value_is_key_prefix != 0;
+  layer.global_kv_heads = from_c(c.global_kv_heads);
+  layer.global_query_heads = from_c(c.global_query_heads);
+  layer.compress_from = from_c(c.compress_from);
   return layer;
 }
 
@@ -208,6 +211,9 @@ verkv_layer_config to_c(const LayerConfig& layer) noexcept {
   c.sink_logits = layer.sink_logits.data();
   c.sink_logit_count = std::ssize(layer.sink_logits);
   c.value_is_key_prefix = layer.value_is_key_prefix;
+  c.global_kv_heads = optional(layer.global_kv_heads);
+  c.global_query_heads = optional(layer.global_query_heads);
+  c.compress_from = optional(layer.compress_from);
   return c;
 }
 

@@ -102,6 +102,7 @@ Compressor::Compressor(const CacheConfig& config) : config_(config) {
     layer.kv_heads = static_cast<std::size_t>(from.kv_heads);
     layer.group = from.cached ? from.query_heads / from.kv_heads : 1;
     layer.key_dim = from.key_dim;
+    layer.compress_from = from.compress_from ? from.compress_from : config.compress_from;
     layer.global_layer =
         static_cast<std::uint32_t>(from.global_layer.value_or(static_cast<std::int64_t>(i)));
     layer.first_global_kv_head = static_cast<std::uint32_t>(from.first_global_kv_head);
@@ -148,7 +149,7 @@ std::vector<HeadCompression> Compressor::prompt(std::uint64_t sequence,
 }
 
 std::int64_t Compressor::least_tokens(std::size_t layer) const {
-  if (config_.compress_from) return *config_.compress_from;
+  if (layers_[layer].compress_from) return *layers_[layer].compress_from;
   switch (config_.sketch.kind) {
     case SketchKind::exact:
       return 0;

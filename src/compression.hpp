@@ -89,7 +89,7 @@ class VERKV_API Compressor {
   // create_sequence or redraw was given.
   DrawId draw_id(std::uint64_t sequence, std::size_t layer, std::size_t head) const;
 
-  // The least tokens beside sinks of a layer's first compression (CacheConfig::compress_from).
+  // The least tokens beside sinks of a layer's first compression (LayerConfig::compress_from).
   std::int64_t least_tokens(std::size_t layer) const;
 
   // A prompt: all positions that are not compressed, but the last local_tokens, of all layers that
@@ -133,6 +133,7 @@ class VERKV_API Compressor {
     std::size_t kv_heads = 0;
     std::int64_t group = 1;  // query heads per KV head
     std::int64_t key_dim = 0;
+    std::optional<std::int64_t> compress_from;
     std::uint32_t global_layer = 0;
     std::uint32_t first_global_kv_head = 0;
     // Tokens that its window may outgrow local_tokens by before chunks fall due.

@@ -49,6 +49,7 @@ void add_layer(Lines& lines, std::size_t index, const LayerConfig& layer) {
   add("soft cap", or_none(layer.soft_cap));
   add("global layer", layer.global_layer.value_or(static_cast<std::int64_t>(index)));
   add("first global KV head", layer.first_global_kv_head);
+  if (layer.compress_from) add("compress from", *layer.compress_from);
   if (layer.sink_logits.empty()) return;
   // The scores of the local window rest on them. Their checksum: a model has thousands.
   Checksum sinks;

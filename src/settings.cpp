@@ -54,6 +54,7 @@ class Reasons {
     if (!known(value)) add("{} {}; not a value of its enumeration", what, static_cast<int>(value));
   }
 
+  std::size_t count() const { return list_.size(); }
   std::vector<std::string> take() { return std::move(list_); }
 
  private:
@@ -72,6 +73,61 @@ void check_sink_logits(std::size_t i, const LayerConfig& layer, Reasons& reasons
   if (bad != sinks.end()) {
     reasons.add("layer {}: a sink logit of {} for query head {}; it must be finite", i, *bad,
                 bad - sinks.begin());
+  }
+}
+
+// Of what a layer cannot have where the engine's rows are read in place.
+void check_host(std::size_t i, const CacheConfig& config, Reasons& reasons) {
+  if (config.host != HostTier::engine) return;
+  if (config.layers[i].window) {
+    reasons.add(
+        "layer {}: a sliding window, whose tokens are copied, where the host tier is the engine's; "
+        "set cached to false to leave the layer to the engine",
+        i);
+  }
+  if (config.layers[i].value_is_key_prefix) {
+    reasons.add(
+        "layer {}: values that are the first numbers of keys, where the host tier is the engine's; "
+        "nothing is copied there, so give the rows of keys as values too",
+        i);
+  }
+}
+
+// That ranks answer as one cache with all heads would. The layer's own numbers are right.
+void check_ranks(std::size_t i, const CacheConfig& config, Reasons& reasons) {
+  const LayerConfig& layer = config.layers[i];
+  for (const auto& heads : {layer.global_kv_heads, layer.global_query_heads}) {
+    if (!heads || (*heads >= 1 && *heads <= kMaxHeads)) continue;
+    reasons.add("layer {}: {} heads in the model; 1 to {} are supported", i, *heads, kMaxHeads);
+    return;
+  }
+  const std::int64_t kv_heads = layer.global_kv_heads.value_or(layer.kv_heads);
+  if (layer.global_kv_heads && kv_heads - layer.first_global_kv_head < layer.kv_heads) {
+    reasons.add("layer {}: {} KV heads from global head {}, of {} that the model has", i,
+                layer.kv_heads, layer.first_global_kv_head, kv_heads);
+    return;
+  }
+  const std::int64_t group = layer.query_heads / layer.kv_heads;
+  const std::int64_t query_heads = layer.global_query_heads.value_or(kv_heads * group);
+  if (query_heads < layer.query_heads || query_heads % kv_heads != 0 ||
+      query_heads / kv_heads < group) {
+    reasons.add(
+        "layer {}: {} query heads in the model, with {} KV heads there and {} query heads here", i,
+        query_heads, kv_heads, layer.query_heads);
+    return;
+  }
+  if (!compresses(layer) || !(config.keep < 1)) return;
+  if (config.pool != Pool::head && kv_heads > layer.kv_heads) {
+    reasons.add(
+        "layer {}: a pool of all heads of a {}, with {} of the {} KV heads here; ranks would draw "
+        "other samples than one cache (Pool::head is the same on any number)",
+        i, config.pool == Pool::layer ? "layer" : "sequence", layer.kv_heads, kv_heads);
+  }
+  if (query_heads / kv_heads != group) {
+    reasons.add(
+        "layer {}: {} of the {} query heads of each KV head; what is fetched and the scores of the "
+        "local window come from all of them (a dense layer may be split so)",
+        i, group, query_heads / kv_heads);
   }
 }
 
@@ -110,6 +166,9 @@ void check_layer(std::size_t i, const LayerConfig& layer, Reasons& reasons) {
     reasons.add("layer {}: sliding window of {} tokens; 1 to {} are supported, or none", i,
                 *layer.window, kMaxWindow);
   }
+  if (layer.compress_from && *layer.compress_from < 0)
+    reasons.add("layer {}: compression from {} tokens; cannot be negative", i,
+                *layer.compress_from);
   if (layer.global_layer && (*layer.global_layer < 0 || *layer.global_layer >= kMaxLayers)) {
     reasons.add("layer {}: global layer {}; 0 to {} are supported, or none for its index", i,
                 *layer.global_layer, kMaxLayers - 1);
@@ -162,24 +221,11 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   if (static_cast<std::int64_t>(config.layers.size()) > kMaxLayers)
     reasons.add("{} layers; at most {} are supported", config.layers.size(), kMaxLayers);
   for (std::size_t i = 0; i < config.layers.size(); ++i) {
-    const LayerConfig& layer = config.layers[i];
-    if (!layer.cached) continue;
-    check_layer(i, layer, reasons);
-    if (config.host != HostTier::engine) continue;
-    if (layer.window) {
-      reasons.add(
-          "layer {}: a sliding window, whose tokens are copied, where the host tier is the "
-          "engine's; "
-          "set cached to false to leave the layer to the engine",
-          i);
-    }
-    if (layer.value_is_key_prefix) {
-      reasons.add(
-          "layer {}: values that are the first numbers of keys, where the host tier is the "
-          "engine's; "
-          "nothing is copied there, so give the rows of keys as values too",
-          i);
-    }
+    if (!config.layers[i].cached) continue;
+    const std::size_t before = reasons.count();
+    check_layer(i, config.layers[i], reasons);
+    check_host(i, config, reasons);
+    if (reasons.count() == before) check_ranks(i, config, reasons);
   }
   check_storage(config.storage, reasons);
   reasons.add_unless_known("host tier", config.host);

@@ -120,9 +120,10 @@ requires(std::is_arithmetic_v<A> && (std::is_arithmetic_v<B> || std::is_enum_v<B
 // Each has all members by name: another member does not compile.
 void check_same(const verkv_layer_config& c, const LayerConfig& x) {
   const auto& [kv_heads, query_heads, key_dim, value_dim, scale, soft_cap, cached, dense, window,
-               global_layer, first, sinks, prefix] = x;
+               global_layer, first, sinks, prefix, all_kv, all_queries, from] = x;
   const auto& [c_kv_heads, c_query_heads, c_key_dim, c_value_dim, c_scale, c_soft_cap, c_cached,
-               c_dense, c_window, c_global_layer, c_first, c_sinks, c_sink_count, c_prefix] = c;
+               c_dense, c_window, c_global_layer, c_first, c_sinks, c_sink_count, c_prefix,
+               c_all_kv, c_all_queries, c_from] = c;
   CHECK(same(c_kv_heads, kv_heads));
   CHECK(same(c_query_heads, query_heads));
   CHECK(same(c_key_dim, key_dim));
@@ -137,6 +138,9 @@ void check_same(const verkv_layer_config& c, const LayerConfig& x) {
   REQUIRE(same(c_sink_count, sinks.size()));
   CHECK(std::equal(sinks.begin(), sinks.end(), c_sinks));
   CHECK(same(c_prefix, prefix));
+  CHECK(same(c_all_kv, all_kv));
+  CHECK(same(c_all_queries, all_queries));
+  CHECK(same(c_from, from));
 }
 
 void check_same(const verkv_cache_config& c, const CacheConfig& x) {
@@ -187,7 +191,7 @@ void check_same(const verkv_cache_config& c, const CacheConfig& x) {
 
 // No two fields alike.
 LayerConfig odd_layer() {
-  return {2, 6, 11, 12, 0.5, 30.0, true, true, 77, 8, 9, {0.25f, -1}, true};
+  return {2, 6, 11, 12, 0.5, 30.0, true, true, 77, 8, 9, {0.25f, -1}, true, 23, 24, 25};
 }
 
 CacheConfig odd_config() {

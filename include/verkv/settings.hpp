@@ -150,7 +150,7 @@ struct LayerConfig {
   bool dense = false;
   // Sliding window of the model, tokens, at least 1: token i attends to the tokens j with
   // i - window < j <= i, itself included. Such a layer is dense, keeps its last tokens on the fast
-  // tier and nothing on the host: CacheConfig::window_margin.
+  // tier and nothing on the host: CacheConfig::window_margin. With HostTier::own, on the CPU.
   std::optional<std::int64_t> window = std::nullopt;
   // Place in the whole model, so that draws do not depend on how layers and heads are split over
   // ranks. global_layer: none is the index in CacheConfig::layers.
@@ -161,8 +161,17 @@ struct LayerConfig {
   // into parts, one of them has the sink.
   std::vector<float> sink_logits = {};
   // true: the value of a token is the first value_dim coordinates of its key, as of the latent of
-  // MLA (576 and 512). It is stored once on either tier, and append is given keys alone.
+  // MLA (576 and 512). It is stored once on either tier, and append is given keys alone. With
+  // HostTier::own, on the CPU.
   bool value_is_key_prefix = false;
+  // Heads of the whole model's layer, over all ranks; none: kv_heads and query_heads. With them
+  // unsupported_reasons refuses what would not answer as one cache with all heads: pools of a layer
+  // or of a sequence over several ranks, and a compressed layer that has only some of the query
+  // heads of its KV heads.
+  std::optional<std::int64_t> global_kv_heads = std::nullopt;
+  std::optional<std::int64_t> global_query_heads = std::nullopt;
+  // CacheConfig::compress_from of this layer; none: that.
+  std::optional<std::int64_t> compress_from = std::nullopt;
 };
 
 // When a step fetches, and what it promises. Each rule that is on asks for a set of tokens; a

@@ -131,6 +131,9 @@ typedef struct verkv_layer_config {
   const float* sink_logits;
   int64_t sink_logit_count;
   int64_t value_is_key_prefix;
+  verkv_optional_int64 global_kv_heads;
+  verkv_optional_int64 global_query_heads;
+  verkv_optional_int64 compress_from;
 } verkv_layer_config;
 
 /* Calls part(argument, 0) .. part(argument, parts - 1) as verkv::Executor does. */

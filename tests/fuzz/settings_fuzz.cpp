@@ -65,6 +65,9 @@ LayerConfig layer_of(Input& input) {
   }
   if (rarely(input, 8)) layer.global_layer = whole(input);
   if (rarely(input, 8)) layer.first_global_kv_head = whole(input);
+  if (rarely(input, 16)) layer.global_kv_heads = whole(input);
+  if (rarely(input, 16)) layer.global_query_heads = whole(input);
+  if (rarely(input, 8)) layer.compress_from = whole(input);
   return layer;
 }
 

@@ -208,4 +208,7 @@ TEST_CASE("Values that are the first numbers of keys are not given, in batches n
   CHECK(same_bits(x, y));
   CHECK(reasons_against(latent_config(4, 24, 24)).empty());
   CHECK(reasons_against(latent_config(4, 24, 25)).size() == 1);
+  CacheConfig engine = latent_config(4, 24, 16);
+  engine.host = HostTier::engine;
+  CHECK(reasons_against(engine).size() == 1);
 }

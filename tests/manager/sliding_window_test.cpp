@@ -358,4 +358,9 @@ TEST_CASE("Windows of no tokens and margins below none are refused", "[cpu]") {
     config.window_margin = margin;
     CHECK(reasons_against(config).size() == 1);
   }
+  CacheConfig engine = sliding_config();
+  engine.host = HostTier::engine;
+  CHECK(reasons_against(engine).size() == 1);
+  engine.layers[0].cached = false;
+  CHECK(reasons_against(engine).empty());
 }
