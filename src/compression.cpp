@@ -27,14 +27,12 @@ class StoredTokens final : public CalibrationTokens {
     count = std::min(static_cast<std::int64_t>(odds.size()), most);
     std::vector<double> sum(static_cast<std::size_t>(key_dim));
     for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t row = row_of(i);
-      for (std::size_t j = 0; j < sum.size(); ++j) sum[j] += static_cast<double>(element(row, j));
+      each_number(row_of(i), [&](std::size_t j, float x) { sum[j] += static_cast<double>(x); });
     }
     for (const double x : sum) mean_.push_back(static_cast<float>(x / static_cast<double>(count)));
   }
   void centred_key(std::int64_t token, std::span<float> out_key) const override {
-    const std::int64_t row = row_of(token);
-    for (std::size_t j = 0; j < out_key.size(); ++j) out_key[j] = element(row, j) - mean_[j];
+    each_number(row_of(token), [&](std::size_t j, float x) { out_key[j] = x - mean_[j]; });
   }
   double weight(std::int64_t token) const override {
     const std::int64_t row = row_of(token);
@@ -46,8 +44,12 @@ class StoredTokens final : public CalibrationTokens {
   std::int64_t row_of(std::int64_t token) const {
     return token * static_cast<std::int64_t>(odds_.size()) / count;
   }
-  float element(std::int64_t row, std::size_t j) const {
-    return load_element(rows_, row, static_cast<std::int64_t>(j));
+  template <class F>
+  void each_number(std::int64_t row, F&& f) const {
+    with_element(rows_.type, [&](auto zero) {
+      const auto* x = verkv::row_of<decltype(zero)>(rows_, row);
+      for (std::size_t j = 0; j < static_cast<std::size_t>(rows_.dim); ++j) f(j, to_float(x[j]));
+    });
   }
 
   Rows rows_;

@@ -2,6 +2,7 @@
 #ifndef VERKV_SRC_ROWS_HPP
 #define VERKV_SRC_ROWS_HPP
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -95,12 +96,21 @@ inline float load_element(const Rows& rows, std::int64_t row, std::int64_t j) {
 
 // The mean of each coordinate over the first `count` rows: sums in double, in order.
 inline void column_means(const Rows& rows, std::int64_t count, std::span<float> out_mean) {
-  for (std::size_t j = 0; j < out_mean.size(); ++j) {
-    double sum = 0;
-    for (std::int64_t i = 0; i < count; ++i)
-      sum += static_cast<double>(load_element(rows, i, static_cast<std::int64_t>(j)));
-    out_mean[j] = static_cast<float>(sum / static_cast<double>(count));
-  }
+  constexpr std::size_t kTogether = 32;
+  with_element(rows.type, [&](auto zero) {
+    using Element = decltype(zero);
+    for (std::size_t first = 0; first < out_mean.size(); first += kTogether) {
+      const std::size_t coordinates = std::min(kTogether, out_mean.size() - first);
+      double sum[kTogether] = {};
+      for (std::int64_t i = 0; i < count; ++i) {
+        const Element* row = row_of<Element>(rows, i) + first;
+        for (std::size_t j = 0; j < coordinates; ++j)
+          sum[j] += static_cast<double>(to_float(row[j]));
+      }
+      for (std::size_t j = 0; j < coordinates; ++j)
+        out_mean[first + j] = static_cast<float>(sum[j] / static_cast<double>(count));
+    }
+  });
 }
 
 }  // namespace verkv

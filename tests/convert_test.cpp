@@ -1,5 +1,6 @@
-// Rows from one element type to another: every vector implementation gives the bits of types.hpp, over
-// all 16-bit numbers and the borders of rounding, and finds the numbers that do not fit.
+// What happens to a key or value on its way in. Rows from one element type to another: every vector
+// implementation gives the bits of types.hpp, over all 16-bit numbers and the borders of rounding, and
+// finds the numbers that do not fit. Codes of keys: it gives the bits of sketch.hpp.
 #include <algorithm>
 #include <bit>
 #include <cstddef>
@@ -8,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
 #include "catch.hpp"
@@ -154,6 +156,51 @@ TEST_CASE("all_within finds a number that does not fit, wherever it stands", "[k
       const float at = 65504.0f;
       CHECK(kernels->all_within(&at, DType::f32, 1, 65504.0f));
       CHECK_FALSE(kernels->all_within(&above, DType::f32, 1, 65504.0f));
+    }
+  }
+}
+
+TEST_CASE("encode_key: vectors give the bits of the scalar code", "[kernels]") {
+  std::mt19937 engine(11);
+  std::normal_distribution<float> normal;
+  std::vector<verkv::SketchShape> shapes;
+  for (const int dim : {1, 3, 4, 15, 16, 17, 37, 64, 100, 128, 512, 1100}) {
+    for (const int fine : {0, 16, 64, dim}) {
+      if (fine <= dim) shapes.push_back({.dim = dim, .fine = fine});
+    }
+  }
+  for (const verkv::SketchShape& shape : shapes) {
+    const verkv::SketchBands bands{.fine_square = 0.7f,
+                                   .coarse_square = 0.01f + normal(engine) / 500};
+    const std::size_t dim = static_cast<std::size_t>(shape.dim);
+    for (std::int64_t token = 0; token < verkv::kSketchGroup; ++token) {
+      std::vector<float> x(dim);
+      for (float& v : x) v = normal(engine);
+      // Nothing, next to nothing, the largest, one that sticks out, borders of codes, and no number.
+      if (token == 1) std::fill(x.begin(), x.end(), 0.0f);
+      if (token == 2)
+        for (float& v : x) v *= 1e-38f;
+      if (token == 3)
+        for (float& v : x) v *= 3e18f;
+      if (token == 4) x.back() = 500;
+      if (token == 5)
+        for (std::size_t j = 0; j < dim; ++j) x[j] = verkv::kSketchLevels.threshold[j % 15];
+      if (token == 6) x.front() = std::bit_cast<float>(0x7fc00000u);
+      std::vector<std::uint8_t> expected(
+          static_cast<std::size_t>(verkv::code_storage_bytes(shape, verkv::kSketchGroup)));
+      const std::vector<std::uint8_t> empty = expected;
+      const verkv::Positive16 scale =
+          verkv::encode_key(shape, verkv::kSketchLevels, bands, x, expected.data(), token);
+      for (const Kernels* kernels : all_kernels()) {
+        INFO(kernels->name << ", dim " << shape.dim << ", fine " << shape.fine << ", token "
+                           << token);
+        std::vector<std::uint8_t> codes = empty;
+        const verkv::Positive16 result =
+            kernels->encode_key(shape, bands, x.data(), codes.data(), token);
+        const bool same = codes == expected;
+        CHECK(same);
+        CHECK(result.bits == scale.bits);
+      }
     }
   }
 }

@@ -153,13 +153,13 @@ VERKV_HD constexpr float scale_trial(int t) {
   return trial[t];
 }
 
-// Quantises x, the key's stored coordinates over the root mean square of their band, and packs them
-// as `token`. Of the trial scales the one whose levels z leave the smallest error after a
-// least-squares fit is taken; the scale that is returned is |y| / |z|, so that the sketched key is
-// as long as the key: the fit itself is shorter and underestimates just the large logits, which is
-// where certificates fail (docs/math/sketch.md). Sums of one trial run in order of the coordinates
-// in binary32 (those of squared levels are integers), so trials may run side by side. A zero key
-// gets scale 0, one that is not a number NaN.
+// Quantises x, the key's stored coordinates over the root mean square of their band, and packs them as
+// `token`. Of the trial scales the one whose levels z leave the smallest error after a least-squares fit
+// is taken; what is returned is |y| / |z|, so that the sketched key is as long as the key: the fit itself
+// is shorter and underestimates just the large logits, where certificates fail (docs/math/sketch.md).
+// Sums of one trial run in order of the coordinates in binary32 (of squared levels: in integers), so
+// trials may run side by side. A zero key gets scale 0, one that is not a number NaN.
+// Dialect: src/cpu/simd/encode-inl.hpp: encode_key
 VERKV_HD inline Positive16 encode_key(const SketchShape& shape, const SketchLevels& levels,
                                       const SketchBands& bands, std::span<const float> x,
                                       std::uint8_t* codes, std::int64_t token) {

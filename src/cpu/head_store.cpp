@@ -241,8 +241,10 @@ void HeadStore::encode_place(const LayerShape& shape, const Kernels& kernels, st
   const std::size_t dim = bytes(shape.config.key_dim);
   const std::size_t padded_dim = bytes(round_up(shape.config.key_dim, kLanes));
   const std::span<float> key = scratch.first(dim);
-  for (std::size_t j = 0; j < dim; ++j)
-    key[j] = load_element(keys, position(place), static_cast<std::int64_t>(j));
+  with_element(keys.type, [&](auto zero) {
+    kernels.convert(row_of<decltype(zero)>(keys, position(place)), keys.type, key.data(),
+                    DType::f32, shape.config.key_dim);
+  });
   for (std::size_t j = 0; j < dim; ++j) key[j] -= mean[j];
   std::fill(scratch.begin() + static_cast<std::ptrdiff_t>(dim),
             scratch.begin() + static_cast<std::ptrdiff_t>(padded_dim), 0.0f);
@@ -253,7 +255,7 @@ void HeadStore::encode_place(const LayerShape& shape, const Kernels& kernels, st
                    stored.data(), static_cast<std::int64_t>(padded_dim));
   auto* const group = reinterpret_cast<std::uint8_t*>(sketched_->codes.row(place / kSketchGroup));
   const Positive16 scale =
-      encode_key(sketch.shape, kSketchLevels, sketch.bands, stored, group, place % kSketchGroup);
+      kernels.encode_key(sketch.shape, sketch.bands, stored.data(), group, place % kSketchGroup);
   std::memcpy(sketched_->scale.row(place), &scale, sizeof scale);
 }
 

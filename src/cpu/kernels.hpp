@@ -149,6 +149,11 @@ struct Kernels {
   void (*plan_compact)(PlanArrays& plan, float drop_above, float settle_below, float beta_low,
                        float beta_high, SettledTerms& settled);
 
+  // encode_key (sketch.hpp) with kSketchLevels, of shape.dim coordinates, as token `token` of a group whose
+  // codes were all 0 before its first token.
+  Positive16 (*encode_key)(const SketchShape& shape, const SketchBands& bands, const float* x,
+                           std::uint8_t* group, std::int64_t token);
+
   // to[i] = from_float(to_float(from[i])), 0 <= i < count; the same bits where the types are equal.
   // The two do not overlap.
   void (*convert)(const void* from, DType from_type, void* to, DType to_type, std::int64_t count);

@@ -273,6 +273,13 @@ void plan_compact(PlanArrays& plan, float drop_above, float settle_below, float 
   settled.below_variance += variance.total();
 }
 
+Positive16 encode_key(const SketchShape& shape, const SketchBands& bands, const float* x,
+                      std::uint8_t* group, std::int64_t token) {
+  return verkv::encode_key(shape, kSketchLevels, bands,
+                           std::span<const float>(x, static_cast<std::size_t>(shape.dim)), group,
+                           token);
+}
+
 void convert(const void* from, DType from_type, void* to, DType to_type, std::int64_t count) {
   if (from_type == to_type) {
     std::memcpy(to, from, static_cast<std::size_t>(count) * size_bytes(to_type));
@@ -303,7 +310,7 @@ const Kernels& scalar_kernels() {
   static constexpr Kernels kernels{
       "scalar",       dot_rows,       weighted_rows, sketch_logits, weights,       cluster_sums,
       cluster_terms,  cluster_counts, beta_sums,     tail_sums,     select_tokens, plan_start,
-      plan_beta_sums, plan_tail_sums, plan_compact,  convert,       all_within};
+      plan_beta_sums, plan_tail_sums, plan_compact,  encode_key,    convert,       all_within};
   return kernels;
 }
 

@@ -15,6 +15,7 @@
 
 #include "cpu/kernels.hpp"
 #include "cpu/simd/convert-inl.hpp"
+#include "cpu/simd/encode-inl.hpp"
 #include "cpu/simd/lanes-inl.hpp"
 #include "cpu/simd/plan-inl.hpp"
 #include "cpu/simd/rows-inl.hpp"
@@ -42,6 +43,7 @@ const Kernels* target_kernels() {
                                .plan_beta_sums = plan_beta_sums,
                                .plan_tail_sums = plan_tail_sums,
                                .plan_compact = plan_compact,
+                               .encode_key = encode_key,
                                .convert = convert,
                                .all_within = all_within};
   return &kernels;
