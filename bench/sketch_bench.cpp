@@ -19,15 +19,16 @@ std::vector<float> normal_numbers(std::int64_t count) {
   return x;
 }
 
-void encode_keys(benchmark::State& state, SketchShape shape) {
+void encode_keys(benchmark::State& state, const cpu::Kernels* kernels, SketchShape shape) {
   constexpr std::int64_t tokens = 1024;
   const std::vector<float> keys = normal_numbers(tokens * shape.dim);
   std::vector<std::uint8_t> codes(at(code_storage_bytes(shape, tokens)));
   for (auto _ : state) {
     for (std::int64_t i = 0; i < tokens; ++i) {
-      const auto key = std::span<const float>(keys).subspan(at(i * shape.dim), at(shape.dim));
-      benchmark::DoNotOptimize(
-          encode_key(shape, kSketchLevels, SketchBands{}, key, codes.data(), i));
+      benchmark::DoNotOptimize(kernels->encode_key(
+          shape, SketchBands{}, keys.data() + i * shape.dim,
+          codes.data() + code_storage_bytes(shape, i / kSketchGroup * kSketchGroup),
+          i % kSketchGroup));
     }
   }
   count_tokens(state, tokens, shape.dim * static_cast<double>(sizeof(float)));
@@ -66,8 +67,9 @@ int main(int argc, char** argv) {
   for (const SketchShape& shape : shapes) {
     const std::string name =
         std::to_string(shape.fine) + "x4+" + std::to_string(shape.dim - shape.fine) + "x2bit";
-    benchmark::RegisterBenchmark(("encode/" + name).c_str(), encode_keys, shape);
     for (const cpu::Kernels* kernels : verkv::bench::both_kernels()) {
+      benchmark::RegisterBenchmark(("encode/" + name + "/" + kernels->name).c_str(), encode_keys,
+                                   kernels, shape);
       benchmark::RegisterBenchmark(("sketch_logits/" + name + "/" + kernels->name).c_str(), logits,
                                    kernels, shape);
     }
