@@ -18,6 +18,19 @@ std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 constexpr std::int64_t kWorthwhile = 32;
 constexpr std::int64_t kMostPatience = 4096;
 
+// Whether a row of the cache has the numbers of its KV heads side by side from its start.
+bool lies_in_rows(const verkv::TensorView& view, const ggml_tensor* root) {
+  const std::size_t offset = static_cast<std::size_t>(static_cast<const char*>(view.data) -
+                                                      static_cast<const char*>(root->data));
+  return offset % root->nb[2] == 0 && (view.heads == 1 || view.head_stride == view.dim) &&
+         at(view.token_stride) * ggml_type_size(root->type) == root->nb[1];
+}
+
+bool is_plain(const Attention& attention) {
+  return lies_in_rows(attention.key_view(0), attention.cache.tensor) &&
+         lies_in_rows(attention.value_view(0), cache_tensor_of(attention.values)->tensor);
+}
+
 }  // namespace
 
 Compressed::Compressed(const Shared& shared, const CacheTensor& tensor)
@@ -92,7 +105,10 @@ void Compressed::hear(const ggml_tensor* node, const CacheTensor& tensor) {
   Layer* layer = find(tensor.tensor);
   const std::optional<std::vector<Row>> rows = rows_set(node, tensor.tensor);
   if (tensor.is_key && rows) {
-    for (const Row row : *rows) time_[at(row)] = ++clock_;
+    if (clock_tensor_ == nullptr) clock_tensor_ = tensor.tensor;
+    if (clock_tensor_ == tensor.tensor)
+      for (const Row row : *rows) time_[at(row)] = ++clock_;
+    written_[tensor.tensor] = *rows;
   }
   if (layer == nullptr) return;
   if (!rows) {
@@ -100,10 +116,7 @@ void Compressed::hear(const ggml_tensor* node, const CacheTensor& tensor) {
     drop_rows(*layer, rows_of(tensor.tensor, node, 0, ggml_nbytes(node)));
     return;
   }
-  if (tensor.is_key) {
-    layer->written = *rows;
-    layer->was_asked = layer->is_asked;
-  }
+  if (tensor.is_key) layer->was_asked = layer->is_asked;
   for (const Row row : *rows)
     drop_row(*layer, row / cells_, static_cast<std::uint32_t>(row % cells_));
 }
@@ -115,7 +128,7 @@ void Compressed::written(const ggml_tensor* tensor, std::size_t offset, std::siz
   if (layer == nullptr || size == 0) return;
   const RowRange rows = rows_of(root, tensor, offset, size);
   for (std::int64_t s = rows.first / cells_; s * cells_ < rows.end; ++s) layer->queries.forget(s);
-  for (Row row = rows.first; row < rows.end && layer->keys == root; ++row)
+  for (Row row = rows.first; row < rows.end && root == clock_tensor_; ++row)
     time_[at(row)] = ++clock_;
   try {
     drop_rows(*layer, rows);
@@ -139,6 +152,7 @@ void Compressed::freed(ggml_backend_buffer_t) {
   manager_.reset();
   served_ = 0;
   layers_.clear();
+  written_.clear();
   is_gone_ = true;
 }
 
@@ -207,19 +221,20 @@ void Compressed::erase_all() {
 
 void Compressed::note_prompt(const Attention& attention) {
   const std::lock_guard lock(mutex_);
-  keep_queries(attention, learn(attention), {});
+  if (is_plain(attention)) keep_queries(attention, learn(attention), {});
 }
 
 // The last queries of each stream, of rows that the library's cache does not answer.
 void Compressed::keep_queries(const Attention& attention, Layer& layer,
                               const std::vector<bool>& is_answered) {
   const std::int64_t rows = attention.rows();
-  if (static_cast<std::int64_t>(layer.written.size()) != rows * attention.streams()) return;
+  const std::vector<Row>& written = written_[layer.keys];
+  if (static_cast<std::int64_t>(written.size()) != rows * attention.streams()) return;
   for (std::int64_t s = 0; s < attention.streams(); ++s) {
     const verkv::TensorView queries = attention.query_view(s);
     for (std::int64_t r = std::max<std::int64_t>(0, rows - LateQueries::kMost); r < rows; ++r) {
       if (!is_answered.empty() && is_answered[at(s * rows + r)]) continue;
-      const Row row = layer.written[at(s * rows + r)];
+      const Row row = written[at(s * rows + r)];
       layer.queries.add(row / cells_, static_cast<std::uint32_t>(row % cells_), time_[at(row)],
                         queries, r);
     }
@@ -230,12 +245,13 @@ std::vector<bool> Compressed::answer(const Attention& attention, const Visible& 
   const std::lock_guard lock(mutex_);
   const std::int64_t rows = attention.rows() * attention.streams();
   std::vector<bool> answered(at(rows));
+  if (!is_plain(attention)) return answered;
   Layer& layer = learn(attention);
   // Of layers that share keys, the others may ask otherwise.
   if (!same_attention(layer.config, layer_of(attention)) ||
-      static_cast<std::int64_t>(layer.written.size()) != rows)
+      static_cast<std::int64_t>(written_[layer.keys].size()) != rows)
     return answered;
-  own_ = layer.written;
+  own_ = written_[layer.keys];
   const Decision& decision = decide(layer, visible);
   std::vector<std::pair<std::int64_t, Place>> asked;
   for (std::int64_t r = 0; r < rows; ++r)

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -125,8 +126,12 @@ class Compressed final : public BufferListener {
   std::unique_ptr<verkv::KvCacheManager> manager_;
   std::int64_t served_ = 0;
   std::list<Sequence> sequences_;
-  // Of [row]: when it was written last, as a number that rises.
+  // Of each tensor of keys: what was written last, in the order of the tokens.
+  std::map<const ggml_tensor*, std::vector<Row>> written_;
+  // Of [row]: when it was written last, as a number that rises. By the writes to one tensor of keys:
+  // all layers are written in a step, one after the other.
   std::vector<std::uint64_t> time_;
+  const ggml_tensor* clock_tensor_ = nullptr;
   std::uint64_t clock_ = 0;
   // Rises whenever a decision may be wrong from then on.
   std::uint64_t epoch_ = 0;

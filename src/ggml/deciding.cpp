@@ -239,6 +239,7 @@ std::vector<float> Compressed::scores(Layer& layer, const Sequence& sequence,
     }
     return result;
   }
+  shared_.report.late_queries += static_cast<std::int64_t>(out_found.times.size());
   std::vector<std::uint32_t> cells = sequence.cells;
   std::sort(cells.begin(), cells.end());
   std::vector<std::vector<std::uint32_t>> visible(out_found.times.size());

@@ -26,9 +26,7 @@ struct Layer {
   const ggml_tensor* values = nullptr;
   verkv::LayerConfig config;
   LateQueries queries;
-  // Of the last write to the keys, in the order of the tokens.
-  std::vector<Row> written;
-  // Attention had been asked for before that write: then all layers have been seen.
+  // Attention had been asked for before the last write to the keys: then all layers have been seen.
   bool was_asked = false;
   bool is_asked = false;
 

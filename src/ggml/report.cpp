@@ -29,11 +29,11 @@ std::string Report::json() const {
   return fmt::format(
       R"({{"compressed_rows": {}, "compressed_seconds": {:.9f}, "dense_rows": {}, )"
       R"("dense_seconds": {:.9f}, "passed_rows": {}, "compressions": {}, )"
-      R"("compress_seconds": {:.9f}, "decisions": {}, "certified": {}, "moved_tokens": {}, )"
-      R"("own_bytes": {}, "stale_rows": {}}})",
+      R"("compress_seconds": {:.9f}, "late_queries": {}, )"
+      R"("decisions": {}, "certified": {}, "moved_tokens": {}, "own_bytes": {}, "stale_rows": {}}})",
       compressed_rows, seconds(compressed_ns), dense_rows, seconds(dense_ns), passed_rows,
-      compressions, seconds(compress_ns), decisions, certified, moved_tokens, own_bytes,
-      stale_rows);
+      compressions, seconds(compress_ns), late_queries, decisions, certified, moved_tokens,
+      own_bytes, stale_rows);
 }
 
 void append_line(const std::string& file, const std::string& line) {

@@ -17,6 +17,8 @@ struct Report {
   // Prompts that were compressed, which is not in the times above.
   std::int64_t compressions = 0;
   std::int64_t compress_ns = 0;
+  // Queries that importance rested on, over all layers; 0: on the norms of keys.
+  std::int64_t late_queries = 0;
   // Of the library's cache: query heads of rows, of which certified; tokens moved, and what it keeps
   // beside the engine's rows, at most.
   std::int64_t decisions = 0;

@@ -178,6 +178,7 @@ TEST_CASE(
         CHECK(error_of(engine, tokens(0, 500, 501)) < kOurs);
       }
       CHECK(reported("compressions") == 2);
+      CHECK(reported("late_queries") == 2 * 2 * 64);
       CHECK(reported("dense_rows") == 2);
       CHECK(reported("compressed_rows") == 2 * (40 + 5 + 2 + 1));
       CHECK(reported("stale_rows") == 0);
@@ -200,6 +201,7 @@ TEST_CASE("A compressed sequence is near, and asks the engine's rows for what it
         worst = std::max(worst, error_of(engine, tokens(0, i, i + 1)));
     }
     CHECK(reported("compressed_rows") == 2 * 300);
+    CHECK(reported("late_queries") == 2 * 64);
     CHECK(reported("stale_rows") == 0);
     return worst;
   };
