@@ -11,6 +11,7 @@ A page holds a table between two comments, of which the first names it:
   ...
   <!-- end -->
 """
+import math
 import pathlib
 import re
 import sys
@@ -123,6 +124,45 @@ def equal_bytes():
     return markdown(["model", "cache", "fast tier, %", *TEXTS], 2, body)
 
 
+def at_same_traffic(row, defaults):
+    """The row's mean KL, over that of the defaults where they move as much: between their prices, on
+    logarithmic scales."""
+    points = sorted((math.log(r["moved_fraction"]), math.log(r["kl_mean"])) for r in defaults)
+    x = math.log(row["moved_fraction"])
+    place = min(max(sum(p[0] < x for p in points), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    return row["kl_mean"] / math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def drawings():
+    """Risk with other draws, beside the defaults at the same traffic."""
+    def draw(row):
+        if row["exponent"] != 1:
+            return f"importance^{row['exponent']:g}"
+        if row["inclusion_floor"] > 0:
+            return f"r at least {row['inclusion_floor'] / row['keep']:g} keep"
+        if row["cap"] != 2:
+            return f"cap {row['cap']:g}" if row["cap"] else "no cap"
+        return "defaults"
+
+    def line(row):
+        return f"risk {report.price(row['risk'])}, {draw(row)}"
+
+    def cell(row):
+        if draw(row) == "defaults" or len(defaults[model_and_text(row)]) < 2:
+            return moved_for(row)
+        return f"{moved_for(row)} ({report.short(at_same_traffic(row, defaults[model_and_text(row)]))})"
+
+    files = ("smol-risks.json", "smol-drawings.json", "gemma-drawings.json")
+    rows = sorted(report.results(*files), key=lambda row: (draw(row) != "defaults", -row["risk"]))
+    defaults = {}
+    for row in rows:
+        if draw(row) == "defaults":
+            defaults.setdefault(model_and_text(row), []).append(row)
+    columns = [f"{model}, {text}" for model in ("SmolLM2", "Gemma 3") for text in TEXTS]
+    return grid(rows, columns, model_and_text, cell, line, "rule and draw")
+
+
 def lengths():
     rows = report.results(*(f"gemma-long-{tokens}.json" for tokens in (4000, 8000, 16000, 32000)))
     body = [[f"{row['context_tokens']:,}", report.rate(row), report.method(row), report.short(row["moved_tokens"]),
@@ -131,6 +171,34 @@ def lengths():
             for row in sorted(rows, key=lambda row: (-row["keep"], row["context_tokens"]))]
     heads = ["tokens", "rate", "rule", "moved, tokens", "moved, %", "fast tier, %", "mean KL", "worst step"]
     return markdown(heads, 3, body)
+
+
+def tasks_of(*files):
+    """Scores relative to dense; of the dense model its own."""
+    rows = report.results(*files)
+
+    def column(row):
+        return f"{report.model(row)} {row['task']}"
+
+    def line(row):
+        if row["method"] == "dense":
+            return "dense, score in % (instances)"
+        return f"{report.rate(row)}, {report.method(row)}"
+
+    def cell(row):
+        if row["method"] == "dense":
+            return f"{report.percent(row['score'])} ({row['samples']})"
+        if not row["score_dense"]:
+            return "-"
+        return f"{report.percent(row['score'] / row['score_dense'])} ({report.short(100 * row['moved_fraction'])})"
+
+    columns = list(dict.fromkeys(column(row) for row in rows))
+    rows.sort(key=lambda row: -(row["keep"] or 1))
+    return grid(rows, columns, column, cell, line)
+
+
+def clusters_tasks():
+    return tasks_of("smol-clusters-tasks.json")
 
 
 # ---- The tables of lab.md ----
@@ -160,26 +228,7 @@ def rates():
 
 
 def tasks():
-    rows = report.results("smol-tasks.json", "smol-tasks-qa1.json", "smol-tasks-mv.json", "gemma-tasks.json")
-
-    def column(row):
-        return f"{report.model(row)} {row['task']}"
-
-    def line(row):
-        if row["method"] == "dense":
-            return "dense, score in % (instances)"
-        return f"{report.rate(row)}, {report.method(row)}"
-
-    def cell(row):
-        if row["method"] == "dense":
-            return f"{report.percent(row['score'])} ({row['samples']})"
-        if not row["score_dense"]:
-            return "-"
-        return f"{report.percent(row['score'] / row['score_dense'])} ({report.short(100 * row['moved_fraction'])})"
-
-    columns = list(dict.fromkeys(column(row) for row in rows))
-    rows.sort(key=lambda row: -(row["keep"] or 1))
-    return grid(rows, columns, column, cell, line)
+    return tasks_of("smol-tasks.json", "smol-tasks-qa1.json", "smol-tasks-mv.json", "gemma-tasks.json")
 
 
 def scores():
@@ -221,6 +270,8 @@ TABLES = {
     "clusters-smollm2": clusters_smollm2,
     "clusters-32x": clusters_32x,
     "equal-bytes": equal_bytes,
+    "clusters-tasks": clusters_tasks,
+    "drawings": drawings,
     "lengths": lengths,
     "gemma": gemma,
     "smollm2": smollm2,
