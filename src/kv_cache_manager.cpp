@@ -517,11 +517,14 @@ void KvCacheManager::move(SequenceId sequence, std::int64_t layer, std::int64_t 
   throw;
 }
 
-std::int64_t KvCacheManager::changed_row(SequenceId sequence, std::int64_t layer) const {
+std::int64_t KvCacheManager::changed_row(SequenceId sequence, std::int64_t layer) const try {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   impl_->layer(layer);
   return impl_->backend->changed_row(sequence, layer);
+} catch (Error& error) {
+  error.add_place({.layer = layer});
+  throw;
 }
 
 void KvCacheManager::reserve(SequenceId id, std::int64_t tokens) {
@@ -699,7 +702,7 @@ SequenceId KvCacheManager::restore(const ReadBytes& read) {
 
 void KvCacheManager::read(SequenceId sequence, std::int64_t layer, std::int64_t first,
                           std::int64_t count, std::span<std::byte> keys,
-                          std::span<std::byte> values) const {
+                          std::span<std::byte> values) const try {
   const std::lock_guard lock(impl_->mutex);
   impl_->find(sequence);
   const LayerConfig& shape = impl_->layer(layer);
@@ -715,6 +718,9 @@ void KvCacheManager::read(SequenceId sequence, std::int64_t layer, std::int64_t 
   check_size("keys", keys, shape.key_dim);
   check_size("values", values, shape.value_dim);
   impl_->backend->read(sequence, layer, first, count, keys.data(), values.data());
+} catch (Error& error) {
+  error.add_place({.layer = layer});
+  throw;
 }
 
 MemoryReport KvCacheManager::memory() const {

@@ -109,7 +109,8 @@ void check_shapes(const TensorView& keys, const TensorView& values, const TokenR
 }  // namespace
 
 void check_rows(const char* what, const TensorView& view, std::int64_t heads, std::int64_t dim) {
-  if (view.rows != nullptr) invalid("{}: listed rows; only keys and values may have them", what);
+  if (view.rows != nullptr)
+    invalid("{}: listed rows; only keys and values that a cache is given may have them", what);
   check_any_rows(what, view, heads, dim);
 }
 

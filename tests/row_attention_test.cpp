@@ -306,4 +306,36 @@ TEST_CASE("What cannot be answered is refused by name") {
   const std::vector<std::span<const std::uint32_t>> lists{{}};
   const RowAttentionBatch batch{.keys = keys.view(), .queries = queries.view(), .visible = lists};
   CHECK_THROWS_AS(attention.importance(0, batch, scores), InvalidArgument);
+  // Numbers of keys whose product with the heads is none.
+  RowAttentionBatch endless = batch;
+  endless.keys.tokens = std::int64_t{1} << 62;
+  CHECK_THROWS_AS(attention.importance(0, endless, {}), InvalidArgument);
+  const std::vector<const void*> rows(5, keys.view().data);
+  RowAttentionBatch listed = batch;
+  listed.keys = listed_rows(rows.data(), DType::f32, 5, 2, 8, 8);
+  try {
+    attention.importance(0, listed, std::span(scores));
+    FAIL("answered");
+  } catch (const InvalidArgument& error) {
+    CHECK_THAT(error.what(), Catch::Contains("keys: listed rows"));
+    CHECK(error.place() == ErrorPlace{.layer = 0});
+  }
+}
+
+TEST_CASE("Layers that are not cached may have any numbers") {
+  CacheConfig config = config_of({.kv_heads = 1, .query_heads = 1, .key_dim = 8, .value_dim = 8});
+  const std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  config.layers.push_back({.kv_heads = -1, .key_dim = most, .value_dim = most, .cached = false});
+  RowAttention attention(config);
+  std::mt19937 random(5);
+  const Block rows(random, DType::f32, 1, 1, 8, 0);
+  const std::vector<std::uint32_t> first{0};
+  const std::vector<std::span<const std::uint32_t>> lists{first};
+  std::vector<float> output(8);
+  attention.attend(0, {.keys = rows.view(),
+                       .values = rows.view(),
+                       .queries = rows.view(),
+                       .visible = lists,
+                       .output = output});
+  for (std::int64_t j = 0; j < 8; ++j) CHECK(output[at(j)] == rows.get(0, 0, j));
 }

@@ -68,6 +68,8 @@ struct RowAttention::Impl {
     std::int64_t dim = 0;
     std::int64_t value_dim = 0;
     for (const LayerConfig& layer : layers) {
+      // Its numbers are nobody's.
+      if (!layer.cached) continue;
       dim = std::max(dim, layer.key_dim);
       value_dim = std::max(value_dim, layer.value_dim);
     }
@@ -316,22 +318,26 @@ RowAttention::RowAttention(const CacheConfig& config) {
 
 RowAttention::~RowAttention() = default;
 
-void RowAttention::attend(std::int64_t layer, const RowAttentionBatch& batch) {
+void RowAttention::attend(std::int64_t layer, const RowAttentionBatch& batch) try {
   const LayerConfig& config = impl_->layer_of(layer);
   impl_->check(config, batch, true);
   if (batch.visible.empty()) return;
   impl_->answer_parts(config, batch);
   impl_->join_parts(config, batch, batch.lse);
+} catch (Error& error) {
+  error.add_place({.layer = layer});
+  throw;
 }
 
 void RowAttention::importance(std::int64_t layer, const RowAttentionBatch& batch,
-                              std::span<float> out) {
+                              std::span<float> out) try {
   const LayerConfig& config = impl_->layer_of(layer);
   RowAttentionBatch keys_only = batch;
   keys_only.output = {};
   impl_->check(config, keys_only, false);
   const std::int64_t tokens = batch.keys.tokens;
-  if (out.size() != Impl::at(tokens * config.kv_heads)) {
+  // Divided, since the product of what a caller says may not be a number.
+  if (std::ssize(out) % config.kv_heads != 0 || std::ssize(out) / config.kv_heads != tokens) {
     invalid("importance of {} numbers for {} KV heads and {} tokens", out.size(), config.kv_heads,
             tokens);
   }
@@ -354,6 +360,9 @@ void RowAttention::importance(std::int64_t layer, const RowAttentionBatch& batch
                      squares);
     for (std::int64_t i = 0; i < end - begin; ++i) squares[i] = std::sqrt(squares[i] / rows);
   });
+} catch (Error& error) {
+  error.add_place({.layer = layer});
+  throw;
 }
 
 }  // namespace verkv

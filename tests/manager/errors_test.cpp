@@ -154,7 +154,10 @@ TEST_CASE("Misuse has a code and a place") {
       {"tokens: sequence", [&] { cache.tokens(stranger, 0); }, ErrorCode::unknown_sequence, {0}},
       {"tokens: layer", [&] { cache.tokens(a, 5); }, ErrorCode::unknown_layer, {5}},
       {"compressed", [&] { cache.compressed_tokens(a, 1); }, ErrorCode::unknown_layer, {1}},
-      {"statistics", [&] { cache.statistics(3); }, ErrorCode::unknown_layer, {3}}};
+      {"statistics", [&] { cache.statistics(3); }, ErrorCode::unknown_layer, {3}},
+      {"read: layer", [&] { cache.read(a, 1, 0, 0, {}, {}); }, ErrorCode::unknown_layer, {1}},
+      {"read: tokens", [&] { cache.read(a, 2, 0, 81, {}, {}); }, ErrorCode::shape, {2}},
+      {"changed row", [&] { cache.changed_row(a, 5); }, ErrorCode::unknown_layer, {5}}};
   for (const Case& c : cases) refuses<InvalidArgument>(c.what, c.call, c.code, c.place);
   victim.check_unchanged();
 }
