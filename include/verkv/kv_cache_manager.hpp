@@ -142,8 +142,8 @@ class VERKV_API KvCacheManager {
   // drawn.
   // importance: one view per layer of the configuration, scores [KV head][token] of the tokens not
   // yet compressed (all of them the first time), local window included. Layers that are dense, have a
-  // sliding window or are not cached are ignored; their views may be empty. Scores need no normalisation: only ratios
-  // within a pool matter.
+  // sliding window or are not cached are ignored; their views may be empty. Scores need no
+  // normalisation: only ratios within a pool matter.
   // prompt_queries: one view per layer, [position][query head][key_dim], after RoPE as in attend;
   // some 64 late positions of the prompt do. A calibrated sketch is made for them at the first
   // compression; later compressions and the exact sketch use none. A layer's view may have 0
@@ -216,7 +216,8 @@ class VERKV_API KvCacheManager {
   // Throws InvalidArgument on an unknown sequence and on an empty function.
   void save(SequenceId sequence, const WriteBytes& write) const;
   // A new sequence, as it was when it was saved: what follows gives the same bits. The configuration
-  // must be the same but for limits, threads, the host tier, rules of fetching and StudyConfig::order, probability,
+  // must be the same but for limits, threads, executor, allocators, the host tier, window_margin (a
+  // larger one holds from the next tokens on), rules of fetching and StudyConfig::order, probability,
   // cap and vector_code. All or nothing, also where `read` throws, which must not call the cache.
   // Throws FormatError, which says what is wrong and where, on bytes that end early, are damaged,
   // are none of a saved sequence, or are of another version or configuration; CapacityError on a

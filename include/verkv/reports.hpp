@@ -84,7 +84,8 @@ enum class RowStatus : std::uint8_t {
 
 // One decode step of a ragged batch. Row i attends with sequences[i]. A sequence may stand in k
 // consecutive rows: they are its last k tokens of the layer, in order, each of which attends to the
-// tokens up to itself. k: at most the tokens of the local window, or 1.
+// tokens up to itself. k: at most the tokens of the local window, or 1; of a layer with a sliding
+// window at most one more than KvCacheManager::truncate can take back.
 // Outputs and reports must not overlap each other nor any input. Sizes are exact.
 struct AttendBatch {
   std::span<const SequenceId> sequences = {};

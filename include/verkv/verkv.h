@@ -2,10 +2,14 @@
  * they mean are those of kv_cache_manager.hpp, settings.hpp, reports.hpp and view.hpp; here stands
  * what is different. docs/embedding.md has a section "From C".
  *
- *   verkv_layer_config layer;                              verkv_cache_config config;
- *   verkv_layer_config_init(&layer, sizeof layer, NULL);   verkv_cache_config_init(&config, sizeof config, NULL);
- *   layer.kv_heads = 8; layer.query_heads = 32;            config.layers = &layer;
- *   layer.key_dim = 128; layer.value_dim = 128;            config.layer_count = 1;
+ *   verkv_layer_config layer;
+ *   verkv_layer_config_init(&layer, sizeof layer, NULL);
+ *   layer.kv_heads = 8; layer.query_heads = 32;
+ *   layer.key_dim = 128; layer.value_dim = 128;
+ *   verkv_cache_config config;
+ *   verkv_cache_config_init(&config, sizeof config, NULL);
+ *   config.layers = &layer;
+ *   config.layer_count = 1;
  *
  *   verkv_error error = {.size = sizeof error};
  *   verkv_cache* cache;
@@ -181,7 +185,7 @@ typedef struct verkv_cache_config {
   verkv_optional_double study_probability;
   verkv_optional_double study_cap;
   int64_t host; /* VERKV_HOST_TIER_ */
-  int64_t chunks_in_turn; /* 0 or 1 */
+  int64_t chunks_in_turn;
   verkv_tier_allocator fast_allocator;
   verkv_tier_allocator host_allocator;
   int64_t window_margin;
@@ -286,6 +290,7 @@ typedef struct verkv_truncation {
   int32_t exact;
 } verkv_truncation;
 
+/* values: all zero where values are the first numbers of keys, here and in the calls below. */
 VERKV_API verkv_code verkv_append(verkv_cache* cache, int64_t sequence, int64_t layer,
                                   const verkv_tensor_view* keys, const verkv_tensor_view* values,
                                   verkv_error* error);

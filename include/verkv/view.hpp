@@ -29,8 +29,8 @@ struct TensorView {
   std::int64_t token_stride = 0;
   std::int64_t head_stride = 0;
   // [token]: address of row (token, 0), at a multiple of size_bytes(type). Then data and token_stride
-  // are not used, and nobody checks that rows do not overlap. Of keys and values only, on the CPU: pages
-  // of an engine, of whatever size. null: none.
+  // are not used, and nobody checks that rows do not overlap. Only of keys and values that a cache on
+  // the CPU is given: pages of an engine, of whatever size. null: none.
   const void* const* rows = nullptr;
 
   // Address of row (token, head).
