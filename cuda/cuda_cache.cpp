@@ -38,8 +38,9 @@ int cuda_device_count() noexcept {
 
 std::vector<std::string> cuda_unsupported_reasons(const CacheConfig& config) {
   std::vector<std::string> reasons = unsupported_reasons(config);
-  if (config.host == HostTier::engine) {
-    reasons.emplace_back("a host tier of the engine; a device reads one of the cache's own");
+  if (config.host != HostTier::own) {
+    reasons.emplace_back(
+        "a host tier of the engine or in a file; a device reads one in memory of the cache");
   }
   if (config.study.order == FetchOrder::exact) {
     reasons.emplace_back("the exact order of fetches; a device orders by worth");

@@ -161,6 +161,8 @@ class Backend {
     return memory(sequence, layer);
   }
   virtual std::int64_t workspace_bytes() const = 0;
+  // Of the host tier's file, if there is one.
+  virtual std::int64_t file_bytes() const { return 0; }
 };
 
 }  // namespace verkv

@@ -35,6 +35,7 @@ verkv_memory_report to_c(const MemoryReport& report) noexcept {
   c.engine_bytes = report.engine_bytes;
   c.fast_reserved_bytes = report.fast_reserved_bytes;
   c.host_reserved_bytes = report.host_reserved_bytes;
+  c.file_bytes = report.file_bytes;
   return c;
 }
 

@@ -258,6 +258,7 @@ verkv_cache_config to_c(const CacheConfig& config) noexcept {
   const TierAllocator& host = config.host_allocator;
   c.fast_allocator = {fast.allocate, fast.release, fast.user};
   c.host_allocator = {host.allocate, host.release, host.user};
+  c.host_directory = config.host_directory.empty() ? nullptr : config.host_directory.c_str();
   return c;
 }
 
@@ -299,6 +300,7 @@ CacheConfig cache_config(const verkv_cache_config* from) {
   const verkv_tier_allocator& host = c.host_allocator;
   config.fast_allocator = {fast.allocate, fast.release, fast.user};
   config.host_allocator = {host.allocate, host.release, host.user};
+  if (c.host_directory != nullptr) config.host_directory = c.host_directory;
   return config;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -89,7 +90,11 @@ void add_clusters(HeadCompression& head, const HeadRows& rows) {
   position.insert(position.end(), head.order.position.begin(), head.order.position.end());
   std::vector<Positive16> odds(rows.open_odds.begin(), rows.open_odds.end());
   odds.insert(odds.end(), head.odds.begin(), head.odds.end());
-  head.clusters = make_clusters(rows.values, position, odds);
+  if (rows.open_values.empty()) {
+    head.clusters = make_clusters(rows.values, position, odds);
+  } else {
+    head.clusters = make_clusters_of_both(rows, position, odds);
+  }
   const std::ptrdiff_t open = static_cast<std::ptrdiff_t>(odds.size() % kClusterTokens);
   head.order.open_odds.assign(odds.end() - open, odds.end());
 }

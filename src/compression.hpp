@@ -66,7 +66,8 @@ struct HeadCompression {
   std::int64_t end() const { return begin + static_cast<std::int64_t>(odds.size()); }
 };
 
-// What a store says of a head that is compressed: its rows on the host tier, from position 0; the
+// What a store says of a head that is compressed: its rows, by position, from the first that is to be
+// compressed, or (unless there are open_values) from 0; the
 // directions of its order, null or empty before its first compression; HeadOrder::open_odds, and
 // the positions of their places, with or without those of the places before.
 struct HeadRows {
@@ -75,6 +76,9 @@ struct HeadRows {
   const OrderDirections* directions = nullptr;
   std::span<const std::uint32_t> positions;
   std::span<const Positive16> open_odds;
+  // Values of the places of open_odds, row by row, where `values` has only rows of tokens that are to be
+  // compressed; else empty.
+  std::vector<std::byte> open_values = {};
 };
 
 // The rules of a configuration. Const functions keep no state: any thread may call.
@@ -190,6 +194,9 @@ VERKV_API std::vector<std::uint32_t> draw_places(const DrawId& id, Selection sel
 // square of their distances from it. position, odds: of the tokens. Allocates.
 VERKV_API Clusters make_clusters(const Rows& values, std::span<const std::uint32_t> position,
                                  std::span<const Positive16> odds);
+// The same where the rows of the places that come first are HeadRows::open_values. position: changed.
+Clusters make_clusters_of_both(const HeadRows& rows, std::span<std::uint32_t> position,
+                               std::span<const Positive16> odds);
 
 // Query heads [first_head, first_head + group) of a view in host memory, [position and head][dim].
 // Throws as Compressor::complete does.

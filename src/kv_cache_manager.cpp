@@ -124,10 +124,22 @@ struct KvCacheManager::Impl final : Totals {
     const LayerConfig& l = config.layers[static_cast<std::size_t>(layer)];
     const std::int64_t rows = count * l.kv_heads;
     Bytes bytes;
-    if (config.host == HostTier::own)
-      bytes.host = rows * row_elements(l) * static_cast<std::int64_t>(size_bytes(config.storage));
-    if (l.window) return {.host = 0, .fast = bytes.host};
-    bytes.fast = bytes.host + rows * kWindowMetadataBytes;
+    const std::int64_t row =
+        row_elements(l) * static_cast<std::int64_t>(size_bytes(config.storage));
+    if (l.window) return {.host = 0, .fast = rows * row};
+    bytes.fast = rows * kWindowMetadataBytes;
+    switch (config.host) {
+      case HostTier::own:
+        bytes.host = rows * row;
+        bytes.fast += rows * row;
+        break;
+      case HostTier::engine:
+        break;
+      case HostTier::file:
+        bytes.host = l.kv_heads * row * file_rows_added(backend->tokens(id, layer), count);
+        bytes.fast += rows * row;
+        break;
+    }
     if (count > 0 && backend->scores_window(id, layer)) {
       const std::int64_t window =
           backend->tokens(id, layer) - backend->compressed_tokens(id, layer) + count;
@@ -728,6 +740,7 @@ MemoryReport KvCacheManager::memory() const {
   MemoryReport report = impl_->total;
   report.shared_bytes = 0;
   report.workspace_bytes = impl_->backend->workspace_bytes();
+  report.file_bytes = impl_->backend->file_bytes();
   return report;
 }
 

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <span>
 #include <vector>
 
@@ -53,6 +54,25 @@ Clusters make_clusters(const Rows& values, std::span<const std::uint32_t> positi
     }
     return result;
   });
+}
+
+Clusters make_clusters_of_both(const HeadRows& rows, std::span<std::uint32_t> position,
+                               std::span<const Positive16> odds) {
+  const std::size_t open = rows.open_odds.size();
+  const std::size_t bytes = rows.open_values.size() / open;
+  std::vector<const std::byte*> list;
+  for (std::size_t i = 0; i < open; ++i) list.push_back(rows.open_values.data() + i * bytes);
+  for (const std::uint32_t one : position.subspan(open)) {
+    list.push_back(with_element(rows.values.type, [&](auto zero) {
+      return reinterpret_cast<const std::byte*>(row_of<decltype(zero)>(rows.values, one));
+    }));
+  }
+  std::iota(position.begin(), position.end(), 0u);
+  Rows all;
+  all.type = rows.values.type;
+  all.dim = rows.values.dim;
+  all.list = list.data();
+  return make_clusters(all, position, odds);
 }
 
 }  // namespace verkv

@@ -132,8 +132,11 @@ void add_memory(Text& text, const MemoryReport& memory) {
   text.family("verkv_pageable_bytes", "gauge",
               "Of these, blocks that a device reads though they could not be pinned.");
   text.add("verkv_pageable_bytes {}\n", memory.pageable_bytes);
-  text.family("verkv_engine_bytes", "gauge", "Keys and values that the engine holds for the cache.");
+  text.family("verkv_engine_bytes", "gauge",
+              "Keys and values that the engine holds for the cache.");
   text.add("verkv_engine_bytes {}\n", memory.engine_bytes);
+  text.family("verkv_file_bytes", "gauge", "Size of the host tier's file.");
+  text.add("verkv_file_bytes {}\n", memory.file_bytes);
 }
 
 }  // namespace

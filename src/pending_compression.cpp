@@ -74,8 +74,7 @@ void PendingCompression::reserve_prepared() {
 }
 
 std::int64_t PendingCompression::left() const {
-  return std::max<std::int64_t>(
-      1, static_cast<std::int64_t>(heads_.size()) - prepared_count());
+  return std::max<std::int64_t>(1, static_cast<std::int64_t>(heads_.size()) - prepared_count());
 }
 
 std::int64_t PendingCompression::left_of_layer() const {

@@ -76,8 +76,11 @@ void check_sink_logits(std::size_t i, const LayerConfig& layer, Reasons& reasons
   }
 }
 
-// Of what a layer cannot have where the engine's rows are read in place.
+// Of what a layer cannot have where rows are not in the cache's memory.
 void check_host(std::size_t i, const CacheConfig& config, Reasons& reasons) {
+  if (config.host == HostTier::file && config.layers[i].value_is_key_prefix)
+    reasons.add("layer {}: values that are the first numbers of keys, and a host tier in a file",
+                i);
   if (config.host != HostTier::engine) return;
   if (config.layers[i].window) {
     reasons.add(
@@ -229,6 +232,11 @@ std::vector<std::string> unsupported_reasons(const CacheConfig& config) {
   }
   check_storage(config.storage, reasons);
   reasons.add_unless_known("host tier", config.host);
+  if (config.host == HostTier::file && config.host_directory.empty())
+    reasons.add("a host tier in a file, and no host directory");
+  if (config.host != HostTier::file && !config.host_directory.empty()) {
+    reasons.add("host directory \"{}\", and a host tier that is in no file", config.host_directory);
+  }
   if (!(config.keep > 0 && config.keep <= 1))
     reasons.add("keep {}; must lie in (0, 1]", config.keep);
   check_fetch(config.fetch, reasons);

@@ -7,6 +7,8 @@
 
 #include <verkv/error.hpp>
 
+#include "rows.hpp"
+
 namespace verkv {
 
 void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign) {
@@ -22,6 +24,14 @@ void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign) {
   to.engine_bytes += sign * one.engine_bytes;
   to.fast_reserved_bytes += sign * one.fast_reserved_bytes;
   to.host_reserved_bytes += sign * one.host_reserved_bytes;
+  to.file_bytes += sign * one.file_bytes;
+}
+
+std::int64_t file_rows_added(std::int64_t held, std::int64_t count) {
+  const auto in_pages = [](std::int64_t rows) {
+    return (rows + kPageRows - 1) / kPageRows * kPageRows;
+  };
+  return in_pages(held + count) - in_pages(held);
 }
 
 void check_tiers(const CacheConfig& config, const TierBytes& held, const TierBytes& kept,

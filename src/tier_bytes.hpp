@@ -22,6 +22,9 @@ struct TierBytes {
 // to += sign * one.
 void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign = 1);
 
+// Rows, in whole pages, that a file has more when `count` tokens come to `held`.
+std::int64_t file_rows_added(std::int64_t held, std::int64_t count);
+
 // Throws CapacityError where what is held, what is kept for others and what is wanted exceed a
 // limit of the configuration.
 void check_tiers(const CacheConfig& config, const TierBytes& held, const TierBytes& kept,

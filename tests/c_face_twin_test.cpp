@@ -46,7 +46,8 @@ static_assert(VERKV_ESTIMATOR_PLAIN == number(Estimator::plain) &&
 static_assert(VERKV_FETCH_ORDER_WORTH == number(FetchOrder::worth) &&
               VERKV_FETCH_ORDER_EXACT == number(FetchOrder::exact));
 static_assert(VERKV_HOST_TIER_OWN == number(HostTier::own) &&
-              VERKV_HOST_TIER_ENGINE == number(HostTier::engine));
+              VERKV_HOST_TIER_ENGINE == number(HostTier::engine) &&
+              VERKV_HOST_TIER_FILE == number(HostTier::file));
 static_assert(VERKV_ROW_STATUS_ANSWERED == number(RowStatus::answered) &&
               VERKV_ROW_STATUS_BAD_QUERY == number(RowStatus::bad_query));
 static_assert(VERKV_ERROR_SETTING == number(ErrorCode::setting) &&
@@ -66,14 +67,16 @@ static_assert(VERKV_ERROR_SETTING == number(ErrorCode::setting) &&
               VERKV_ERROR_DEVICE_MEMORY == number(ErrorCode::device_memory) &&
               VERKV_ERROR_SYSTEM_MEMORY == number(ErrorCode::system_memory) &&
               VERKV_ERROR_FORMAT == number(ErrorCode::format) &&
-              VERKV_ERROR_BEING_COMPRESSED == number(ErrorCode::being_compressed));
+              VERKV_ERROR_BEING_COMPRESSED == number(ErrorCode::being_compressed) &&
+              VERKV_ERROR_FILE_FULL == number(ErrorCode::file_full) &&
+              VERKV_ERROR_FILE == number(ErrorCode::file));
 static_assert(VERKV_BOUND_EDGES == kBoundEdges && VERKV_NO_SEQUENCE == kNoSequence.value);
 
 TEST_CASE("no enumerator is without its twin in C") {
-  for (int code = 1; code <= VERKV_ERROR_BEING_COMPRESSED; ++code)
+  for (int code = 1; code <= VERKV_ERROR_FILE; ++code)
     CHECK(std::string(verkv_code_name(code)) == name(static_cast<ErrorCode>(code)));
   // The number behind the last is none: a new one needs a twin.
-  CHECK(std::string(verkv_code_name(VERKV_ERROR_BEING_COMPRESSED + 1)) == "?");
+  CHECK(std::string(verkv_code_name(VERKV_ERROR_FILE + 1)) == "?");
   CHECK(std::string(verkv_code_name(VERKV_OK)) == "ok");
   CHECK(std::string(verkv_code_name(256 + VERKV_ERROR_SHAPE)) == "?");
   CHECK(std::string(verkv_code_name(-1)) == "?");
@@ -86,7 +89,7 @@ TEST_CASE("no enumerator is without its twin in C") {
   };
   CHECK(reasons([](auto&) {}) == 0);
   CHECK(reasons([](auto& c) { c.storage = static_cast<DType>(VERKV_DTYPE_BF16 + 1); }) > 0);
-  CHECK(reasons([](auto& c) { c.host = static_cast<HostTier>(VERKV_HOST_TIER_ENGINE + 1); }) > 0);
+  CHECK(reasons([](auto& c) { c.host = static_cast<HostTier>(VERKV_HOST_TIER_FILE + 1); }) > 0);
   CHECK(reasons([](auto& c) { c.pool = static_cast<Pool>(VERKV_POOL_SEQUENCE + 1); }) > 0);
   CHECK(reasons([](auto& c) {
           c.sketch.kind = static_cast<SketchKind>(VERKV_SKETCH_KIND_CALIBRATED + 1);
@@ -144,8 +147,8 @@ void check_same(const verkv_layer_config& c, const LayerConfig& x) {
 }
 
 void check_same(const verkv_cache_config& c, const CacheConfig& x) {
-  const auto& [layers, storage, host, keep, fetch, fast_limit, host_limit, local, sinks, margin,
-               chunk, in_turn, from, pool, sketch, seed, threads, executor, fast_allocator,
+  const auto& [layers, storage, host, directory, keep, fetch, fast_limit, host_limit, local, sinks,
+               margin, chunk, in_turn, from, pool, sketch, seed, threads, executor, fast_allocator,
                host_allocator, study] = x;
   const auto& [mode, risk, epsilon, delta, limit] = fetch;
   const auto& [kind, bits] = sketch;
@@ -153,6 +156,7 @@ void check_same(const verkv_cache_config& c, const CacheConfig& x) {
   CHECK(same(c.layer_count, layers.size()));
   CHECK(same(c.storage, storage));
   CHECK(same(c.host, host));
+  CHECK(directory == (c.host_directory == nullptr ? "" : c.host_directory));
   CHECK(same(c.keep, keep));
   CHECK(same(c.fast_bytes_limit, fast_limit));
   CHECK(same(c.host_bytes_limit, host_limit));
@@ -198,7 +202,8 @@ CacheConfig odd_config() {
   CacheConfig config;
   config.layers = {odd_layer(), odd_layer(), {}};
   config.storage = DType::bf16;
-  config.host = HostTier::engine;
+  config.host = HostTier::file;
+  config.host_directory = "somewhere";
   config.keep = 0.3;
   config.fetch = {FetchMode::always, 0.01, 0.02, 0.03, 4};
   config.fast_bytes_limit = 500;
@@ -246,13 +251,13 @@ TEST_CASE("settings go to C and back as they are") {
 TEST_CASE("reports go to C as they are") {
   MemoryReport memory;
   auto& [resident, sketch, metadata, host, basis, workspace, reserved, pageable, shared, engine,
-         fast_reserved, host_reserved] = memory;
+         fast_reserved, host_reserved, file] = memory;
   std::int64_t next = 1;
   for (std::int64_t* field : {&resident, &sketch, &metadata, &host, &basis, &workspace, &reserved,
-                              &pageable, &shared, &engine, &fast_reserved, &host_reserved})
+                              &pageable, &shared, &engine, &fast_reserved, &host_reserved, &file})
     *field = next++;
   const auto [size, c_resident, c_sketch, c_metadata, c_host, c_basis, c_workspace, c_reserved,
-              c_pageable, c_shared, c_engine, c_fast_reserved, c_host_reserved] =
+              c_pageable, c_shared, c_engine, c_fast_reserved, c_host_reserved, c_file] =
       c_face::to_c(memory);
   CHECK(c_resident == memory.resident_bytes);
   CHECK(c_sketch == memory.sketch_bytes);
@@ -266,6 +271,7 @@ TEST_CASE("reports go to C as they are") {
   CHECK(c_engine == memory.engine_bytes);
   CHECK(c_fast_reserved == memory.fast_reserved_bytes);
   CHECK(c_host_reserved == memory.host_reserved_bytes);
+  CHECK(c_file == memory.file_bytes);
 
   LayerStatistics s;
   auto& [steps, decisions, certified, enlarged, fetching, planned, fetched, moved, moved_bytes,

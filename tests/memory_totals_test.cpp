@@ -31,9 +31,9 @@ using verkv::reference::Random;
 constexpr std::int64_t kDim = 8;
 
 std::vector<std::int64_t> fields(const MemoryReport& r) {
-  return {r.resident_bytes,  r.sketch_bytes,   r.metadata_bytes, r.host_bytes,  r.basis_bytes,
-          r.workspace_bytes, r.reserved_bytes, r.pageable_bytes, r.shared_bytes,
-          r.fast_reserved_bytes, r.host_reserved_bytes};
+  return {r.resident_bytes, r.sketch_bytes,    r.metadata_bytes,      r.host_bytes,
+          r.basis_bytes,    r.workspace_bytes, r.reserved_bytes,      r.pageable_bytes,
+          r.shared_bytes,   r.engine_bytes,    r.fast_reserved_bytes, r.host_reserved_bytes};
 }
 
 // The sum that the totals have to be.

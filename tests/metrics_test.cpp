@@ -248,6 +248,7 @@ TEST_CASE("The text follows the grammar and has every number of the reports") {
   is("reserved", memory.reserved_bytes);
   CHECK(value_of(text, "verkv_pageable_bytes", {}) == 0);
   CHECK(value_of(text, "verkv_engine_bytes", {}) == 0);
+  CHECK(value_of(text, "verkv_file_bytes", {}) == 0);
   for (const Sample& sample : text.samples) {
     for (const auto& [name, value] : sample.labels) CHECK_FALSE((name == "layer" && value == "1"));
   }

@@ -44,7 +44,11 @@ const std::vector<EnumField>& enum_fields() {
       {"sketch kind", 2, [](CacheConfig& c, std::uint8_t v) { c.sketch.kind = SketchKind{v}; }},
       {"selection", 3, [](CacheConfig& c, std::uint8_t v) { c.study.select = Selection{v}; }},
       {"estimator", 2, [](CacheConfig& c, std::uint8_t v) { c.study.estimator = Estimator{v}; }},
-      {"host tier", 2, [](CacheConfig& c, std::uint8_t v) { c.host = verkv::HostTier{v}; }},
+      {"host tier", 3,
+       [](CacheConfig& c, std::uint8_t v) {
+         c.host = verkv::HostTier{v};
+         c.host_directory = c.host == verkv::HostTier::file ? "." : "";
+       }},
       {"fetch order", 2, [](CacheConfig& c, std::uint8_t v) { c.study.order = FetchOrder{v}; }}};
   return fields;
 }
@@ -63,7 +67,7 @@ TEST_CASE("Values of settings have names") {
   check(Selection{}, {"poisson", "topk", "spread"});
   check(Estimator{}, {"plain", "clusters"});
   check(FetchOrder{}, {"worth", "exact"});
-  check(verkv::HostTier{}, {"own", "engine"});
+  check(verkv::HostTier{}, {"own", "engine", "file"});
   check(SketchKind{}, {"exact", "calibrated"});
   check(DType{}, {"f32", "f16", "bf16"});
 }

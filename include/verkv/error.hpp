@@ -37,7 +37,11 @@ enum class ErrorCode : std::uint8_t {
   // FormatError
   format,
   // InvalidArgument
-  being_compressed  // a call that begin_compress has to be finished or cancelled for
+  being_compressed,  // a call that begin_compress has to be finished or cancelled for
+  // CapacityError
+  file_full,  // no room on the disk for the file of the host tier; the cache is as it was
+  // FileError
+  file  // that file cannot be made, read or written
 };
 
 // The enumerator's name.
@@ -81,6 +85,10 @@ constexpr const char* name(ErrorCode code) {
       return "format";
     case ErrorCode::being_compressed:
       return "being_compressed";
+    case ErrorCode::file_full:
+      return "file_full";
+    case ErrorCode::file:
+      return "file";
   }
   return "?";
 }
@@ -123,7 +131,7 @@ class VERKV_API InvalidArgument : public Error {
   using Error::Error;
 };
 
-// A configured byte or token limit, or what the system gives of threads, would be exceeded. Free
+// A configured byte or token limit, or what the system gives of threads or of a disk, would be exceeded. Free
 // something or raise the limit.
 class VERKV_API CapacityError : public Error {
  public:
@@ -150,6 +158,14 @@ class VERKV_API DeviceError : public Error {
 class VERKV_API FormatError : public Error {
  public:
   explicit FormatError(const std::string& text) : Error(text, ErrorCode::format) {}
+};
+
+// The file of the host tier (HostTier::file) cannot be made, read or written. A call that cannot read or
+// write leaves the cache as it was, except that `step` may have appended; what needs the rows that
+// cannot be read fails again, all else works on.
+class VERKV_API FileError : public Error {
+ public:
+  explicit FileError(const std::string& text) : Error(text, ErrorCode::file) {}
 };
 
 }  // namespace verkv

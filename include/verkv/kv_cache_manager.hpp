@@ -14,7 +14,8 @@
 //   cache->compress(sequence, importance_of_all_layers);
 //   cache->attend(layer, batch);                        // verify, fetch what is needed, attend
 //
-// A call that throws leaves the cache as it was. Keys are given as the model attends to them (after
+// A call that throws leaves the cache as it was. With HostTier::file calls also throw CapacityError
+// (ErrorCode::file_full) where the disk is full, and FileError. Keys are given as the model attends to them (after
 // RoPE). Any thread may call; calls to one manager take turns and block until done. With views in a
 // device's memory some calls only enqueue, and find bad numbers later: docs/cuda.md. In a child
 // process after fork() every call but config() throws InvalidArgument, and the destructor frees
@@ -203,7 +204,8 @@ class VERKV_API KvCacheManager {
   void attend(std::int64_t layer, const AttendBatch& batch);
 
   // append of a batch of the same rows, then attend: keys [row][KV head][key_dim], values
-  // [row][KV head][value_dim]. A call that throws has done neither, unless a device throws it.
+  // [row][KV head][value_dim]. A call that throws has done neither, unless a device throws it; where the
+  // file of a host tier cannot be read (FileError), it has appended.
   void step(std::int64_t layer, const TensorView& keys, const TensorView& values,
             const AttendBatch& batch);
 
@@ -262,7 +264,8 @@ class VERKV_API KvCacheManager {
 };
 
 // A manager whose two tiers are both in main memory: the specification, and what runs everywhere.
-// Throws InvalidArgument with all of unsupported_reasons(config), if there are any; CapacityError
+// Throws InvalidArgument with all of unsupported_reasons(config), if there are any; FileError where the
+// file of the host tier cannot be made; CapacityError
 // where the system does not give CacheConfig::threads; it names both numbers and leaves no thread.
 VERKV_API std::unique_ptr<KvCacheManager> make_cpu_cache(CacheConfig config);
 

@@ -110,7 +110,8 @@ struct MemoryReport {
   std::int64_t sketch_bytes = 0;
   // Odds, places, scores of the local window, and what the queries of its last tokens gave to them.
   std::int64_t metadata_bytes = 0;
-  std::int64_t host_bytes = 0;  // keys and values on the host tier
+  // Keys and values on the host tier; in a file (HostTier::file) whole pages of 64 tokens.
+  std::int64_t host_bytes = 0;
   // Main memory, for tokens to come, for redraws and to find moved tokens: a calibrated sketch's
   // basis, the order of compressed tokens; what a compression in slices was given and has ready.
   std::int64_t basis_bytes = 0;
@@ -131,6 +132,9 @@ struct MemoryReport {
   // Of reserved_bytes, those on either tier; the rest is main memory, tables.
   std::int64_t fast_reserved_bytes = 0;
   std::int64_t host_reserved_bytes = 0;
+  // HostTier::file: of host_bytes and reserved_bytes, what is on the disk and takes no main memory. In the
+  // report of all sequences, the size of the file, with what it has left over.
+  std::int64_t file_bytes = 0;
 
   // In use on the fast tier.
   std::int64_t fast_bytes() const { return resident_bytes + sketch_bytes + metadata_bytes; }

@@ -56,7 +56,11 @@ enum class HostTier : std::uint8_t {
   // The engine: rows are read where they are, also those of the local window and of prompts that are
   // not compressed. What `append` is given must stay there, unchanged, until the tokens are dropped
   // (truncate, erase) or said to have moved (KvCacheManager::move), by a fork too; CPU only.
-  engine
+  engine,
+  // The cache, in a file without a name in CacheConfig::host_directory, which is gone with the cache: for
+  // contexts beyond main memory. A step reads from it what it fetches; tokens that are not compressed are
+  // in memory too. CPU only.
+  file
 };
 
 // How the tokens to fetch are ordered.
@@ -119,6 +123,8 @@ constexpr const char* name(HostTier value) {
       return "own";
     case HostTier::engine:
       return "engine";
+    case HostTier::file:
+      return "file";
   }
   return "?";
 }
@@ -239,6 +245,8 @@ struct CacheConfig {
   // Of keys and values in both tiers.
   DType storage = DType::f16;
   HostTier host = HostTier::own;
+  // Of HostTier::file: where its file is made. Empty with the other tiers.
+  std::string host_directory = {};
   // Share of tokens that stays resident, in (0, 1]; sinks and local window are paid from it.
   double keep = 0.0625;
   FetchConfig fetch = {};
@@ -275,8 +283,9 @@ struct CacheConfig {
   // Threads of the engine's own; then `threads` is how many of them work at a time, and the cache
   // starts none.
   Executor executor = nullptr;
-  // Of residents, sketch, metadata and the buffers of a step; and of the host tier. Tables, and what
-  // MemoryReport calls main memory, come from operator new. Not on a device.
+  // Of residents, sketch, metadata and the buffers of a step; and of the host tier where it is
+  // HostTier::own. Tables, and what MemoryReport calls main memory, come from operator new. Not on a
+  // device.
   TierAllocator fast_allocator = {};
   TierAllocator host_allocator = {};
   StudyConfig study = {};

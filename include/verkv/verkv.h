@@ -74,6 +74,8 @@ enum {
   VERKV_ERROR_SYSTEM_MEMORY = 16,
   VERKV_ERROR_FORMAT = 17,
   VERKV_ERROR_BEING_COMPRESSED = 18,
+  VERKV_ERROR_FILE_FULL = 19,
+  VERKV_ERROR_FILE = 20,
   VERKV_ERROR_NO_MEMORY = 1000, /* std::bad_alloc */
   VERKV_ERROR_INTERNAL = 1001,  /* an exception that is no error of the library */
   VERKV_ERROR_CALLBACK = 1002   /* a function of the caller failed: verkv_error::callback_status */
@@ -105,7 +107,7 @@ enum { VERKV_FETCH_MODE_VERIFIED = 0, VERKV_FETCH_MODE_NEVER = 1, VERKV_FETCH_MO
 enum { VERKV_POOL_HEAD = 0, VERKV_POOL_LAYER = 1, VERKV_POOL_SEQUENCE = 2 };
 enum { VERKV_SELECTION_POISSON = 0, VERKV_SELECTION_TOPK = 1, VERKV_SELECTION_SPREAD = 2 };
 enum { VERKV_ESTIMATOR_PLAIN = 0, VERKV_ESTIMATOR_CLUSTERS = 1 };
-enum { VERKV_HOST_TIER_OWN = 0, VERKV_HOST_TIER_ENGINE = 1 };
+enum { VERKV_HOST_TIER_OWN = 0, VERKV_HOST_TIER_ENGINE = 1, VERKV_HOST_TIER_FILE = 2 };
 enum { VERKV_FETCH_ORDER_WORTH = 0, VERKV_FETCH_ORDER_EXACT = 1 };
 
 /* has_value 0: off, or none. */
@@ -189,6 +191,8 @@ typedef struct verkv_cache_config {
   verkv_tier_allocator fast_allocator;
   verkv_tier_allocator host_allocator;
   int64_t window_margin;
+  /* NULL: empty. What verkv_config gives is the cache's, as long as it lives. */
+  const char* host_directory;
 } verkv_cache_config;
 
 /* Set every field to its default, `size` and layer_size to those of the caller. */
@@ -420,6 +424,7 @@ typedef struct verkv_memory_report {
   int64_t engine_bytes;
   int64_t fast_reserved_bytes;
   int64_t host_reserved_bytes;
+  int64_t file_bytes;
 } verkv_memory_report;
 
 enum { VERKV_BOUND_EDGES = 9 };

@@ -58,6 +58,7 @@ class CpuBackend final : public Backend {
                               : ThreadPool(config.threads.value_or(0))),
         workspaces_(pool_.size(), fetch_rules(config), &fast_),
         statistics_(config.layers.size()) {
+    if (config.host == HostTier::file) file_ = std::make_shared<HostFile>(config.host_directory);
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
       LayerShape shape;
       shape.config = config.layers[i];
@@ -65,6 +66,7 @@ class CpuBackend final : public Backend {
       shape.host = config.host;
       shape.fast = &fast_;
       shape.host_memory = &host_;
+      shape.file = file_;
       if (shape.config.cached) {
         shape.group = static_cast<int>(shape.config.query_heads / shape.config.kv_heads);
         shape.scale = logit_scale(shape.config);
@@ -169,6 +171,7 @@ class CpuBackend final : public Backend {
       }
     }
     if (!growths.empty()) reserve(growths, &totals);
+    if (file_) write_ahead(layer, parts);
     for (const AppendPart& part : parts) {
       const Booking booking(&totals, part.sequence, layer_index);
       const bool scores = scores_window(part.sequence, layer_index);
@@ -318,6 +321,7 @@ class CpuBackend final : public Backend {
           attend_slice(layer, index % c.kv_heads, slice, batch, answers, workspaces_.of(worker));
         },
         workspaces_.count());
+    if (const int error = workspaces_.take_file_error(); error != 0) file_->refuse(error);
     count(layer, batch, answers);
   }
 
@@ -377,6 +381,8 @@ class CpuBackend final : public Backend {
     return held(id, layer, true);
   }
 
+  std::int64_t file_bytes() const override { return file_ ? file_->size() : 0; }
+
   std::int64_t workspace_bytes() const override {
     return workspaces_.bytes() +
            static_cast<std::int64_t>(query_reports_.capacity() * sizeof(QueryHeadReport) +
@@ -423,6 +429,17 @@ class CpuBackend final : public Backend {
   int workspaces_for(std::size_t sequences) const {
     return static_cast<int>(std::min<std::int64_t>(
         pool_.size(), static_cast<std::int64_t>(sequences) * most_kv_heads()));
+  }
+
+  // What may fail of an append to a file; nothing of it counts yet.
+  void write_ahead(std::size_t layer, std::span<const AppendPart> parts) {
+    for (const AppendPart& part : parts) {
+      std::vector<HeadStore>& heads = find(part.sequence).layers[layer];
+      for (std::size_t h = 0; h < heads.size() && heads[h].in_file(); ++h) {
+        heads[h].write_ahead(shapes_[layer], kernels_, part.keys, part.values,
+                             static_cast<std::int64_t>(h));
+      }
+    }
   }
 
   // all: no other token of the layer stays where it is.
@@ -742,6 +759,7 @@ class CpuBackend final : public Backend {
   const Compressor compressor_;
   const Kernels& kernels_;
   ThreadPool pool_;
+  std::shared_ptr<HostFile> file_;  // of HostTier::file
   std::vector<LayerShape> shapes_;
   // What a step reads of a sequence that has no tokens in a layer; [layer], null where not cached.
   std::vector<std::unique_ptr<HeadStore>> empty_;

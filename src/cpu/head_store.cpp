@@ -153,12 +153,17 @@ void HeadStore::append(const LayerShape& shape, const Kernels& kernels, const Te
                        const TensorView& values, std::int64_t head, bool scores) noexcept {
   if (sliding_ > 0) return append_sliding(shape, kernels, keys, values, head);
   const std::int64_t before = tokens();
-  host_.append(shape, kernels, keys, values, head);
   scores_.append(keys.tokens, scores);
+  if (host_.is_file()) {
+    host_.truncate(before + keys.tokens);
+  } else {
+    host_.append(shape, kernels, keys, values, head);
+  }
   if (host_.is_engine()) return;
   const std::int64_t window = window_.key.size();
   window_.key.resize(window + keys.tokens);
   window_.value.resize(window + keys.tokens);
+  if (host_.is_file()) return;
   const std::size_t value_bytes = bytes(shape.own_value_bytes());
   for (std::int64_t t = 0; t < keys.tokens; ++t) {
     std::memcpy(window_.key.row(window + t), host_.key(before + t), bytes(shape.key_bytes()));
@@ -176,7 +181,7 @@ void HeadStore::truncate(std::int64_t tokens) noexcept {
 }
 
 HeadRows HeadStore::rows(const LayerShape& shape) const {
-  HeadRows result{host_.keys(shape), host_.values(shape), nullptr, {}, {}};
+  HeadRows result{keys_to_compress(shape), values_to_compress(shape), nullptr, {}, {}, {}};
   if (!sketched_) return result;
   result.directions = &basis().directions;
   // The places of a cluster lie in one page.
@@ -185,6 +190,10 @@ HeadRows HeadStore::rows(const LayerShape& shape) const {
   const std::int64_t first = compressed_ - open;
   result.positions = {positions(first), bytes(open)};
   result.open_odds = {odds(first), bytes(open)};
+  if (!host_.is_file()) return result;
+  result.open_values.resize(bytes(open * shape.value_bytes()));
+  for (std::int64_t i = 0; i < open; ++i)
+    host_.copy(position(first + i), nullptr, &result.open_values[bytes(i * shape.value_bytes())]);
   return result;
 }
 
@@ -234,16 +243,16 @@ std::optional<Window> HeadStore::reserve_compress(const LayerShape& shape, const
 }
 
 void HeadStore::encode_place(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
+                             const Rows& keys, std::int64_t row,
                              std::span<float> scratch) noexcept {
-  const Rows keys = host_.keys(shape);
   const SketchBasis& sketch = basis().sketch;
   const std::span<const float> mean = basis().channel_means;
   const std::size_t dim = bytes(shape.config.key_dim);
   const std::size_t padded_dim = bytes(round_up(shape.config.key_dim, kLanes));
   const std::span<float> key = scratch.first(dim);
   with_element(keys.type, [&](auto zero) {
-    kernels.convert(row_of<decltype(zero)>(keys, position(place)), keys.type, key.data(),
-                    DType::f32, shape.config.key_dim);
+    kernels.convert(row_of<decltype(zero)>(keys, row), keys.type, key.data(), DType::f32,
+                    shape.config.key_dim);
   });
   for (std::size_t j = 0; j < dim; ++j) key[j] -= mean[j];
   std::fill(scratch.begin() + static_cast<std::ptrdiff_t>(dim),
@@ -284,8 +293,10 @@ void HeadStore::encode(const LayerShape& shape, const Kernels& kernels, HeadComp
     std::memset(s.codes.row(g), 0, bytes(s.codes.row_bytes()));
   pad(s.scale);
   // Any centre is allowed (softmax does not see it), so it is fixed at the first compression.
-  if (begin == 0) column_means(host_.keys(shape), head.first_tokens, s.basis->channel_means);
-  for (std::int64_t i = begin; i < end; ++i) encode_place(shape, kernels, i, scratch);
+  const Rows keys = keys_to_compress(shape);
+  if (begin == 0) column_means(keys, head.first_tokens, s.basis->channel_means);
+  for (std::int64_t i = begin; i < end; ++i)
+    encode_place(shape, kernels, i, keys, position(i), scratch);
 }
 
 void HeadStore::apply(const LayerShape& shape, const HeadCompression& head,
@@ -303,7 +314,7 @@ void HeadStore::apply(const LayerShape& shape, const HeadCompression& head,
     s.scale.resize(padded);
   }
   if (shape.clusters) take_clusters(head.clusters, end);
-  add_drawn(shape, head.drawn, s.drawn);
+  add_drawn(head.drawn, s.drawn);
 
   if (window) {
     window_ = std::move(*window);
@@ -336,11 +347,8 @@ void HeadStore::take_clusters(const Clusters& clusters, std::int64_t end) noexce
   }
 }
 
-// Their rows come from the host tier.
-void HeadStore::add_drawn(const LayerShape& shape, std::span<const std::uint32_t> places,
-                          Drawn& drawn) const noexcept {
-  const std::size_t key = bytes(shape.key_bytes());
-  const std::size_t value = bytes(shape.own_value_bytes());
+// Their rows come from the host tier; where that is a file, those of the window from there.
+void HeadStore::add_drawn(std::span<const std::uint32_t> places, Drawn& drawn) const {
   const std::int64_t before = drawn.size();
   const std::int64_t after = before + static_cast<std::int64_t>(places.size());
   drawn.key.resize(after);
@@ -348,9 +356,7 @@ void HeadStore::add_drawn(const LayerShape& shape, std::span<const std::uint32_t
   drawn.place.resize(after);
   write(drawn.place, before, places);
   for (std::int64_t slot = before; slot < after; ++slot) {
-    const std::int64_t from = position(drawn.place_of(slot));
-    std::memcpy(drawn.key.row(slot), host_.key(from), key);
-    std::memcpy(drawn.value.row(slot), host_.value(from), value);
+    copy_row(position(drawn.place_of(slot)), drawn.key.row(slot), drawn.value.row(slot));
   }
 }
 
@@ -360,7 +366,7 @@ Drawn HeadStore::redraw(const LayerShape& shape, std::span<const std::uint32_t> 
   result.key.reserve_more(count);
   result.value.reserve_more(count);
   result.place.reserve_more(count);
-  if (sketched_) add_drawn(shape, places, result);
+  if (sketched_) add_drawn(places, result);
   return result;
 }
 
@@ -383,13 +389,14 @@ std::int64_t HeadStore::changed_row() const {
   std::int64_t first = -1;
   if (!sketched_) return first;
   const Drawn& drawn = sketched_->drawn;
-  const auto differs = [](const PagedRows& rows, std::int64_t slot, const std::byte* row) {
-    return std::memcmp(rows.row(slot), row, bytes(rows.row_bytes())) != 0;
-  };
+  std::vector<std::byte> key(bytes(drawn.key.row_bytes()));
+  std::vector<std::byte> value(bytes(drawn.value.row_bytes()));
   drawn.each_place([&](std::int64_t slot, std::uint32_t place) {
     const std::int64_t at = position(place);
     if (first >= 0 && at > first) return;
-    if (differs(drawn.key, slot, host_.key(at)) || differs(drawn.value, slot, host_.value(at)))
+    host_.copy(at, key.data(), value.data());
+    if (std::memcmp(drawn.key.row(slot), key.data(), key.size()) != 0 ||
+        std::memcmp(drawn.value.row(slot), value.data(), value.size()) != 0)
       first = at;
   });
   return first;

@@ -138,6 +138,7 @@ class HeadStore {
   std::int64_t drawn_residents() const { return sketched_ ? sketched_->drawn.size() : 0; }
   std::int64_t residents() const { return drawn_residents() + tokens() - left_ - compressed_; }
 
+  bool in_file() const { return host_.is_file(); }
   HostRows& host() { return host_; }
   const HostRows& host() const { return host_; }
   // Of the local window, by position from compressed() on, and of a sliding one from left() on; from
@@ -208,6 +209,10 @@ class HeadStore {
   bool has_room(std::int64_t count, bool scores) const;
   // What there is room for is no longer kept free; nothing is freed.
   void give_room_up() noexcept { room_ = 0; }
+  // Of a file: puts tokens of KV head `head` of the views where append of them makes them count. There is
+  // room. Throws FileError.
+  void write_ahead(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,
+                   const TensorView& values, std::int64_t head);
   // Adds tokens of KV head `head` of the views, already checked to fit the storage type.
   void append(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,
               const TensorView& values, std::int64_t head, bool scores) noexcept;
@@ -217,7 +222,7 @@ class HeadStore {
   // compressed, without room for more. shortened_head.cpp. Shares host rows with this store.
   HeadStore shortened(const LayerShape& shape, const Kernels& kernels, std::int64_t tokens);
 
-  // What the compressor is told of the head; valid until the head changes.
+  // What the compressor is told of the head; valid until the head changes. Of a file throws FileError.
   HeadRows rows(const LayerShape& shape) const;
   // Room for this compression, with codes of this form; afterwards compress of it cannot fail. The
   // result is the window that is left where it moves, with room for `spare` more tokens.
@@ -241,7 +246,7 @@ class HeadStore {
   void compress(const LayerShape& shape, const Kernels& kernels, HeadCompression& head,
                 std::optional<Window>&& window, std::span<float> scratch) noexcept;
   // The residents where `drawn`, ascending, are those of the compressed part; take puts them in
-  // place of those that are there.
+  // place of those that are there. Of a file throws FileError.
   Drawn redraw(const LayerShape& shape, std::span<const std::uint32_t> drawn) const;
   void take(Drawn&& drawn) noexcept;
 
@@ -279,11 +284,16 @@ class HeadStore {
            (place & (kBlockTokens - 1));
   }
   void restore_sketch(const LayerShape& shape, SavedReader& reader, const SavedCounts& counts);
+  // Rows of tokens that are not compressed, by position.
+  Rows keys_to_compress(const LayerShape& shape) const;
+  Rows values_to_compress(const LayerShape& shape) const;
+  // A row, of the local window from there: then it throws nothing.
+  void copy_row(std::int64_t position, std::byte* key, std::byte* value) const;
+  // key: the row `row` of `keys` is that of the place.
   void encode_place(const LayerShape& shape, const Kernels& kernels, std::int64_t place,
-                    std::span<float> scratch) noexcept;
+                    const Rows& keys, std::int64_t row, std::span<float> scratch) noexcept;
   void take_clusters(const Clusters& clusters, std::int64_t end) noexcept;
-  void add_drawn(const LayerShape& shape, std::span<const std::uint32_t> places,
-                 Drawn& drawn) const noexcept;
+  void add_drawn(std::span<const std::uint32_t> places, Drawn& drawn) const;
 
   std::int64_t compressed_ = 0;
   // LayerConfig::window; 0: none. Of such a layer the window has all that is held, from token left_

@@ -45,7 +45,23 @@ HostRows::HostRows(const LayerShape& shape, std::shared_ptr<EngineRows> engine, 
       engine_(std::move(engine)),
       head_(head),
       element_(static_cast<std::int64_t>(size_bytes(shape.storage))),
-      value_at_(shape.config.value_is_key_prefix ? 0 : shape.key_bytes()) {}
+      key_bytes_(shape.key_bytes()),
+      value_at_(shape.config.value_is_key_prefix ? 0 : shape.key_bytes()) {
+  if (shape.file && !shape.config.window)
+    file_.emplace(shape.file, shape.key_bytes(), shape.value_bytes());
+}
+
+int HostRows::read(std::int64_t position, std::byte* to_key, std::byte* to_value) const noexcept {
+  if (is_file()) return file_->read(position, to_key, to_value);
+  if (to_key != nullptr) std::copy_n(key(position), key_bytes_, to_key);
+  if (to_value != nullptr) std::copy_n(value(position), own_.row_bytes() - key_bytes_, to_value);
+  return 0;
+}
+
+void HostRows::copy(std::int64_t position, std::byte* to_key, std::byte* to_value) const {
+  const int error = read(position, to_key, to_value);
+  if (error != 0) file_->file().refuse(error);
+}
 
 Rows HostRows::keys(const LayerShape& shape) const {
   Rows rows;
@@ -77,13 +93,16 @@ Rows HostRows::values(const LayerShape& shape) const {
 void HostRows::reserve_more(std::int64_t count) {
   if (is_engine()) {
     engine_->reserve(size_ + count);
+  } else if (is_file()) {
+    file_->reserve_more(count);
   } else {
     own_.reserve_more(count);
   }
 }
 
 bool HostRows::has_room(std::int64_t count) const {
-  return is_engine() ? engine_->has_room(size_ + count) : own_.has_room(count);
+  if (is_engine()) return engine_->has_room(size_ + count);
+  return is_file() ? file_->has_room(count) : own_.has_room(count);
 }
 
 void HostRows::append(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,
@@ -107,6 +126,8 @@ void HostRows::truncate(std::int64_t size) noexcept {
   if (is_engine()) {
     // What lies behind stays until others come: a longer store of the same layer may still be there.
     size_ = size;
+  } else if (is_file()) {
+    file_->resize(size);
   } else {
     own_.resize(size);
   }
@@ -115,10 +136,12 @@ void HostRows::truncate(std::int64_t size) noexcept {
 HostRows HostRows::fork() {
   HostRows result(*this);
   result.own_ = own_.fork();
+  if (is_file()) result.file_ = file_->fork();
   return result;
 }
 
 void HostRows::add_memory(MemoryReport& report, bool exclusive) const {
+  if (is_file()) return file_->add_memory(report, exclusive);
   if (!is_engine()) {
     const RowBytes held = exclusive ? own_.exclusive_bytes() : own_.bytes();
     report.host_bytes += held.used;

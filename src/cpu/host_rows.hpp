@@ -1,15 +1,19 @@
-// The host tier of a KV head: every row, by position. Of the cache's own, or where the engine has them.
+// The host tier of a KV head: every row, by position. Of the cache's own, in memory or in a file, or
+// where the engine has them.
 #ifndef VERKV_SRC_CPU_HOST_ROWS_HPP
 #define VERKV_SRC_CPU_HOST_ROWS_HPP
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <verkv/reports.hpp>
 #include <verkv/view.hpp>
 
+#include "cpu/file_rows.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/layer_shape.hpp"
 #include "cpu/paged_rows.hpp"
@@ -37,7 +41,11 @@ class HostRows {
   HostRows(const LayerShape& shape, std::shared_ptr<EngineRows> engine, std::int64_t head);
 
   bool is_engine() const { return engine_ != nullptr; }
-  std::int64_t size() const { return is_engine() ? size_ : own_.size(); }
+  bool is_file() const { return file_.has_value(); }
+  std::int64_t size() const {
+    return is_engine() ? size_ : is_file() ? file_->size() : own_.size();
+  }
+  // Not of a file; nor are the next three.
   Rows keys(const LayerShape& shape) const;
   Rows values(const LayerShape& shape) const;
   const std::byte* key(std::int64_t position) const {
@@ -49,10 +57,20 @@ class HostRows {
                        : own_.row(position) + value_at_;
   }
 
-  // Room for `count` more; afterwards append of them cannot fail.
+  // Copies of a row, wherever it lies. Either may be null. read: as HostFile::read; copy throws FileError.
+  int read(std::int64_t position, std::byte* key, std::byte* value) const noexcept;
+  void copy(std::int64_t position, std::byte* key, std::byte* value) const;
+  // Calls f(rows, list, first, count) with rows that kernels read, for parts [first, first + count) of
+  // what `index` lists: rows list[0], ..., or 0, 1, ... where `list` is null. In a file they are
+  // read into `buffer` first, in parts of kBlockRows. value: of values. Returns as HostFile::read.
+  template <class F>
+  int each_part(const LayerShape& shape, bool value, const std::uint32_t* index, std::int64_t count,
+                std::byte* buffer, F&& f) const;
+
+  // Room for `count` more; afterwards append of them cannot fail. In a file: throws what it does.
   void reserve_more(std::int64_t count);
   bool has_room(std::int64_t count) const;
-  // Tokens of KV head `head` of the views.
+  // Tokens of KV head `head` of the views; not of a file, whose rows are written before they count.
   void append(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,
               const TensorView& values, std::int64_t head) noexcept;
   // Of the engine: the rows from `first` on lie elsewhere now.
@@ -68,6 +86,7 @@ class HostRows {
   // Key and value side by side; of the cache's own.
   PagedRows& own() { return own_; }
   const PagedRows& own() const { return own_; }
+  FileRows& file() { return *file_; }
 
   void add_memory(MemoryReport& report, bool exclusive) const;
 
@@ -77,11 +96,36 @@ class HostRows {
 
   PagedRows own_;
   std::shared_ptr<EngineRows> engine_;
+  std::optional<FileRows> file_;
   std::int64_t size_ = 0;  // of the engine's
   std::int64_t head_;
   std::int64_t element_;
+  std::int64_t key_bytes_;
   std::int64_t value_at_;  // byte of a row of its own
 };
+
+template <class F>
+int HostRows::each_part(const LayerShape& shape, bool value, const std::uint32_t* index,
+                        std::int64_t count, std::byte* buffer, F&& f) const {
+  if (!is_file()) {
+    f(value ? values(shape) : keys(shape), index, std::int64_t{0}, count);
+    return 0;
+  }
+  const std::int64_t dim = value ? shape.config.value_dim : shape.config.key_dim;
+  const std::int64_t bytes = value ? shape.value_bytes() : shape.key_bytes();
+  const Rows rows{buffer, shape.storage, dim, static_cast<int>(dim)};
+  for (std::int64_t first = 0; first < count; first += kBlockRows) {
+    const std::int64_t part = std::min(kBlockRows, count - first);
+    for (std::int64_t i = 0; i < part; ++i) {
+      std::byte* const to = buffer + i * bytes;
+      const int error =
+          read(std::int64_t{index[first + i]}, value ? nullptr : to, value ? to : nullptr);
+      if (error != 0) return error;
+    }
+    f(rows, static_cast<const std::uint32_t*>(nullptr), first, part);
+  }
+  return 0;
+}
 
 }  // namespace verkv::cpu
 

@@ -3,12 +3,14 @@
 #define VERKV_SRC_CPU_LAYER_SHAPE_HPP
 
 #include <cstdint>
+#include <memory>
 
 #include <verkv/settings.hpp>
 #include <verkv/sketch.hpp>
 #include <verkv/types.hpp>
 
 #include "cpu/tier_memory.hpp"
+#include "host_file.hpp"
 #include "settings.hpp"
 
 namespace verkv::cpu {
@@ -25,6 +27,7 @@ struct LayerShape {
   // Of the tiers.
   const TierMemory* fast = nullptr;
   const TierMemory* host_memory = nullptr;
+  std::shared_ptr<HostFile> file;  // of HostTier::file
 
   std::int64_t row_elements() const { return verkv::row_elements(config); }
   std::int64_t row_bytes() const {

@@ -61,9 +61,12 @@ void find_largest_low(HeadGroup& group, int h) {
 void logits_of_full_keys(HeadGroup& group) {
   group.in_parts([&](int first, int heads) {
     group.store.each_position([&](std::int64_t i, std::int64_t count) {
-      group.kernels.dot_rows(group.store.host().keys(group.shape), group.store.positions(i), count,
-                             group.query(first), heads, group.query_stride, group.weight(first) + i,
-                             group.weight_stride);
+      group.note(group.store.host().each_part(
+          group.shape, false, group.store.positions(i), count, group.workspace.file_rows.data(),
+          [&](const Rows& rows, const std::uint32_t* list, std::int64_t at, std::int64_t part) {
+            group.kernels.dot_rows(rows, list, part, group.query(first), heads, group.query_stride,
+                                   group.weight(first) + i + at, group.weight_stride);
+          }));
     });
   });
   for (int h = 0; h < group.heads; ++h) {
@@ -93,8 +96,8 @@ void logits_of_codes(HeadGroup& group, int first, int heads) {
   std::array<float, kMaxHeads> largest{};
   std::array<float, kMaxHeads> largest_of_piece{};
   largest.fill(-kInfinity);
-  group.kernels.dot_rows({store.basis().query.data(), DType::f16, dim, static_cast<int>(dim)}, nullptr,
-                         basis.shape.dim, group.query(first), heads, group.query_stride,
+  group.kernels.dot_rows({store.basis().query.data(), DType::f16, dim, static_cast<int>(dim)},
+                         nullptr, basis.shape.dim, group.query(first), heads, group.query_stride,
                          group.basis_query(first), group.query_stride);
   for (int h = 0; h < heads; ++h) constants[at(h)] = encode_head(group, first + h);
   store.each_piece([&](std::int64_t i, std::int64_t count) {

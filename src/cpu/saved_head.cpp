@@ -34,15 +34,15 @@ void put_rows(SavedWriter& writer, const PagedRows& rows) {
 
 // Key and value of each token side by side, wherever they lie.
 void put_rows(SavedWriter& writer, const LayerShape& shape, const HostRows& rows) {
-  if (!rows.is_engine()) return put_rows(writer, rows.own());
+  if (!rows.is_engine() && !rows.is_file()) return put_rows(writer, rows.own());
   const std::size_t key = static_cast<std::size_t>(shape.key_bytes());
   const std::size_t value = static_cast<std::size_t>(shape.value_bytes());
   std::vector<std::byte> block(static_cast<std::size_t>(kPageRows) * (key + value));
   for (std::int64_t i = 0; i < rows.size();) {
     std::byte* to = block.data();
     for (const std::int64_t end = std::min(rows.size(), i + kPageRows); i < end; ++i) {
-      to = std::copy_n(rows.key(i), key, to);
-      to = std::copy_n(rows.value(i), value, to);
+      rows.copy(i, to, to + key);
+      to += key + value;
     }
     writer.put_bytes({block.data(), to});
   }
@@ -78,6 +78,29 @@ void check_rows_finite(SavedReader& reader, const PagedRows& rows, DType type) {
       }
     }
   });
+}
+
+// Into a file, of which they are not read again to be checked.
+void get_rows(SavedReader& reader, const LayerShape& shape, HostRows& rows, std::int64_t count) {
+  PagedRows block(kPageShift, shape.row_bytes());
+  PagedRows keys(kPageShift, shape.key_bytes());
+  PagedRows values(kPageShift, shape.value_bytes());
+  for (PagedRows* one : {&block, &keys, &values}) one->reserve(0, kPageRows);
+  for (std::int64_t at = 0; at < count;) {
+    const std::int64_t here = std::min(kPageRows, count - at);
+    for (PagedRows* one : {&block, &keys, &values}) one->resize(here);
+    reader.get_bytes({block.row(0), static_cast<std::size_t>(here * block.row_bytes())});
+    check_rows_finite(reader, block, shape.storage);
+    for (std::int64_t i = 0; i < here; ++i) {
+      std::memcpy(keys.row(i), block.row(i), static_cast<std::size_t>(keys.row_bytes()));
+      std::memcpy(values.row(i), block.row(i) + keys.row_bytes(),
+                  static_cast<std::size_t>(values.row_bytes()));
+    }
+    rows.reserve_more(here);
+    rows.file().write(at, here, keys.row(0), values.row(0));
+    at += here;
+    rows.truncate(at);
+  }
 }
 
 void check_positive16(SavedReader& reader, const PagedRows& rows, Positive16 most) {
@@ -246,9 +269,13 @@ HeadStore HeadStore::restore(const LayerShape& shape, SavedReader& reader) {
     head.restore_sliding(shape, reader, counts.tokens);
     return head;
   }
-  get_rows(reader, head.host_.own(), counts.tokens);
+  if (head.host_.is_file()) {
+    get_rows(reader, shape, head.host_, counts.tokens);
+  } else {
+    get_rows(reader, head.host_.own(), counts.tokens);
+  }
   reader.end();
-  check_rows_finite(reader, head.host_.own(), shape.storage);
+  if (!head.host_.is_file()) check_rows_finite(reader, head.host_.own(), shape.storage);
   head.compressed_ = counts.compressed;
   const std::int64_t window = counts.tokens - counts.compressed;
   head.scores_.restore(reader, window);
@@ -257,12 +284,8 @@ HeadStore HeadStore::restore(const LayerShape& shape, SavedReader& reader) {
   head.window_.value.reserve(0, window);
   head.window_.key.resize(window);
   head.window_.value.resize(window);
-  const std::size_t key_bytes = static_cast<std::size_t>(shape.key_bytes());
-  const std::size_t value_bytes = static_cast<std::size_t>(shape.own_value_bytes());
-  for (std::int64_t i = 0; i < window; ++i) {
-    std::memcpy(head.window_.key.row(i), head.host_.key(counts.compressed + i), key_bytes);
-    std::memcpy(head.window_.value.row(i), head.host_.value(counts.compressed + i), value_bytes);
-  }
+  for (std::int64_t i = 0; i < window; ++i)
+    head.host_.copy(counts.compressed + i, head.window_.key.row(i), head.window_.value.row(i));
   head.room_ = counts.tokens;
   if (counts.compressed > 0) head.restore_sketch(shape, reader, counts);
   return head;
@@ -295,7 +318,7 @@ void HeadStore::restore_sketch(const LayerShape& shape, SavedReader& reader,
   check_places(reader, s, compressed_, drawn);
   for (PagedRows* rows : {&s.drawn.key, &s.drawn.value, &s.drawn.place})
     rows->reserve(0, counts.drawn);
-  add_drawn(shape, drawn, s.drawn);
+  add_drawn(drawn, s.drawn);
 }
 
 std::vector<HeadStore> restore_heads(const LayerShape& shape, std::size_t layer,
@@ -318,6 +341,12 @@ void read_tokens(const LayerShape& shape, std::span<const HeadStore> heads, std:
   const std::size_t value_bytes = static_cast<std::size_t>(shape.value_bytes());
   for (std::int64_t token = first; token < first + count; ++token) {
     for (const HeadStore& head : heads) {
+      if (head.in_file()) {
+        head.host().copy(token, keys, values);
+        if (keys != nullptr) keys += key_bytes;
+        if (values != nullptr) values += value_bytes;
+        continue;
+      }
       if (keys != nullptr) keys = std::copy_n(head.key(token), key_bytes, keys);
       if (values != nullptr) values = std::copy_n(head.value(shape, token), value_bytes, values);
     }

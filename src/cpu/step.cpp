@@ -39,6 +39,8 @@ class Step {
     sum_clusters(group_);
     gather(plan.tokens);
     attention();
+    // The call fails, and what the query would give must not count.
+    if (ws_.file_error != 0) return;
     for (int h = 0; h < group_.heads; ++h)
       arguments_.query_reports[h].output_error = state(h).output_error;
     score_window();
@@ -124,9 +126,13 @@ class Step {
     while (next < fetched) move_next();
     if (moved_ == 0) return;
     group_.in_parts([&](int first, int heads) {
-      group_.kernels.dot_rows(store_.host().keys(group_.shape), ws_.moved.data(), moved_,
-                              group_.query(first), heads, group_.query_stride, group_.weight(first),
-                              group_.weight_stride);
+      group_.note(store_.host().each_part(
+          group_.shape, false, ws_.moved.data(), moved_, ws_.file_rows.data(),
+          [&](const Rows& rows, const std::uint32_t* list, std::int64_t at, std::int64_t count) {
+            group_.kernels.dot_rows(rows, list, count, group_.query(first), heads,
+                                    group_.query_stride, group_.weight(first) + at,
+                                    group_.weight_stride);
+          }));
     });
     for (int h = 0; h < group_.heads; ++h) group_.cap_softly(group_.weight(h), moved_);
   }
@@ -152,8 +158,12 @@ class Step {
       add(store_.window_values(group_.shape, group_.first_slot), group_.residents - group_.drawn,
           group_.drawn);
       if (moved_ > 0) {
-        group_.kernels.weighted_rows(store_.host().values(group_.shape), ws_.moved.data(), moved_,
-                                     group_.weight(first), heads, group_.weight_stride, out, dim);
+        group_.note(store_.host().each_part(
+            group_.shape, true, ws_.moved.data(), moved_, ws_.file_rows.data(),
+            [&](const Rows& rows, const std::uint32_t* list, std::int64_t at, std::int64_t count) {
+              group_.kernels.weighted_rows(rows, list, count, group_.weight(first) + at, heads,
+                                           group_.weight_stride, out, dim);
+            }));
       }
       if (group_.clusters > 0) {
         group_.kernels.weighted_rows(store_.centroids(group_.shape), nullptr, group_.clusters,

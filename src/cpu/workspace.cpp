@@ -41,6 +41,7 @@ void each_array(Workspace& w, const WorkspaceSizes& sizes, F&& f) {
   all(S::cluster, w.cluster_spread_square, w.cluster_sums, w.cluster_drawn);
   all(S::output, w.output);
   all(S::states, w.states);
+  all(S::file_rows, w.file_rows);
   all(S::token, w.mark);
   all(S::fetched, w.fetched, w.moved);
   all(S::plan, w.plan_weight, w.plan_odds, w.plan_worth, w.plan_place);
@@ -69,6 +70,8 @@ void WorkspaceSizes::cover(const LayerShape& shape, const FetchRules& rules,
   at_least(output, group * shape.config.value_dim);
   at_least(states, heads);
   if (lengths.compressed == 0) return;
+  if (shape.file)
+    at_least(file_rows, kBlockRows * std::max(shape.key_bytes(), shape.value_bytes()));
   at_least(weight, shared_numbers(shape.group, padded(compressed)));
   at_least(slot_of_group, group * padded(drawn));
   at_least(slot, padded(drawn));
@@ -119,6 +122,15 @@ void Workspace::resize(const WorkspaceSizes& sizes) {
   });
   made.sizes_ = sizes;
   *this = std::move(made);
+}
+
+int Workspaces::take_file_error() {
+  int first = 0;
+  for (Workspace& workspace : of_thread_) {
+    if (first == 0) first = workspace.file_error;
+    workspace.file_error = 0;
+  }
+  return first;
 }
 
 void Workspaces::reserve(int count, const WorkspaceSizes& sizes) {

@@ -118,6 +118,7 @@ struct WorkspaceSizes {
     cluster,
     output,
     states,
+    file_rows,
     token,
     fetched,
     plan,
@@ -160,6 +161,9 @@ struct Workspace {
   // Sums of weighted values.
   AlignedVector<float> output;
 
+  // Rows that are read from a file, kBlockRows at a time; what reading came to (HostRows::read).
+  AlignedVector<std::byte> file_rows;
+  int file_error = 0;
   AlignedVector<HeadState> states;  // [row and query head]
   // The cluster of each drawn slot; squares of spreads.
   AlignedVector<std::uint32_t> slot_cluster;
@@ -205,6 +209,8 @@ class Workspaces {
   int count() const { return count_; }
   Workspace& of(int thread) { return of_thread_[static_cast<std::size_t>(thread)]; }
   const FetchRules& rules() const { return rules_; }
+  // What a step has noted of reading from a file, if anything; it is forgotten.
+  int take_file_error();
   std::int64_t bytes() const;
 
  private:
@@ -255,6 +261,11 @@ struct HeadGroup {
   std::int64_t resident_stride;
   std::int64_t drawn_stride;
   std::int64_t cluster_stride;
+
+  // What reading from a file came to: the first error counts.
+  void note(int file_error) {
+    if (workspace.file_error == 0) workspace.file_error = file_error;
+  }
 
   HeadState& state(int h) { return workspace.states[static_cast<std::size_t>(first_head + h)]; }
   float* query(int h) { return workspace.query.data() + (first_head + h) * query_stride; }

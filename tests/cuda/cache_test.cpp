@@ -880,6 +880,13 @@ TEST_CASE("what a device does not do is refused before anything is allocated", "
                            [](void*, void*, std::size_t, std::size_t) {}};
   REQUIRE(verkv::cuda_unsupported_reasons(config).size() == 1);
   REQUIRE(verkv::unsupported_reasons(config).empty());
+  config = small_config();
+  config.host = verkv::HostTier::engine;
+  REQUIRE(verkv::cuda_unsupported_reasons(config).size() == 1);
+  config.host = verkv::HostTier::file;
+  config.host_directory = ".";
+  REQUIRE(verkv::cuda_unsupported_reasons(config).size() == 1);
+  config = small_config();
   CudaOptions options;
   options.device = 1;
   REQUIRE_THROWS_AS(verkv::make_cuda_cache(config, options), InvalidArgument);

@@ -24,7 +24,7 @@ recording | src/recorded_cache.* src/safetensors_header.*            | words rec
 ggml      | src/ggml/*                                               | words stages settings reports manager | fmt ggml
 toy       | tests/ggml/*                                             | framework               | ggml
 cpu       | src/cpu/*                                                | words stages settings reports src | fmt hwy
-src       | src/*                                                    | words stages settings reports | fmt Eigen unistd.h
+src       | src/*                                                    | words stages settings reports | fmt Eigen fcntl.h sys unistd.h
 kernels   | cuda/*.cu cuda/*.cuh                                     | words stages src host   | cuda cub
 factory   | cuda/cuda_cache.* cuda/cuda_backend.*                    | words stages settings reports manager src kernels host | cuda fmt
 host      | cuda/*                                                   | words stages settings reports src | cuda fmt

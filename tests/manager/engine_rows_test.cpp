@@ -395,7 +395,7 @@ TEST_CASE("An engine's rows are no memory of the cache", "[cpu]") {
   const auto owned = [](const MemoryReport& m) {
     return m.fast_bytes() + m.host_bytes + m.basis_bytes + m.reserved_bytes;
   };
-  CHECK(owned(memory) < all / 49);
+  CHECK(owned(memory) < all / 40);
   Random random(10);
   compress(*cache, id, {random_scores(random, 8, tokens, ScoreKind::random)});
   memory = cache->memory();

@@ -464,6 +464,13 @@ TEST_CASE("A backend that does not save says so, and nothing changes", "[save]")
   const auto none = [](std::span<const std::byte>) {};
   victim.refuses<InvalidArgument>([&] { victim.cache->save(victim.a, none); }, {"save"});
   victim.refuses<InvalidArgument>([&] { victim.cache->read(victim.a, 0, 0, 0, {}, {}); }, {"read"});
+  victim.refuses<InvalidArgument>([&] { victim.cache->changed_row(victim.a, 0); }, {"changed_row"});
+  const std::vector<float> row(2 * 64);
+  const void* const address = row.data();
+  const TensorView keys = listed_rows(&address, DType::f32, 1, 2, 64, 64);
+  const TensorView values = listed_rows(&address, DType::f32, 1, 2, 48, 48);
+  victim.refuses<InvalidArgument>([&] { victim.cache->append(victim.a, 0, keys, values); },
+                                  {"keys", "listed"});
   // Before a byte is asked for.
   const auto broken = [](std::span<std::byte>) -> std::size_t { throw std::runtime_error("read"); };
   victim.refuses<InvalidArgument>([&] { victim.cache->restore(broken); }, {"restore"});

@@ -41,6 +41,7 @@ TwinCache::TwinCache(const CacheConfig& config) : config_(config) {
   config_.fast_bytes_limit.reset();
   config_.host_bytes_limit.reset();
   config_.host = HostTier::own;
+  config_.host_directory.clear();
   config_.threads = 1;
   config_.study.vector_code = false;
   cache_ = make_cpu_cache(config_);

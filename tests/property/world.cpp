@@ -72,10 +72,10 @@ CacheConfig draw_config(Random& random) {
   if (random.below(5) == 0) config.study.cap.reset();
   if (random.below(4) == 0) config.fast_bytes_limit = 6'000 + 20'000 * random.below(2);
   if (random.below(8) == 0) config.host_bytes_limit = 40'000;
-  if (random.below(3) == 0) {
-    config.host = HostTier::engine;
-    config.layers[1].window.reset();
-  }
+  config.host = pick(random, {HostTier::own, HostTier::own, HostTier::own, HostTier::engine,
+                              HostTier::engine, HostTier::file});
+  if (config.host == HostTier::file) config.host_directory = ".";
+  if (config.host == HostTier::engine) config.layers[1].window.reset();
   return config;
 }
 
@@ -935,6 +935,27 @@ void World::misuse() {
   }
 }
 
+// What the host tier makes of what the twin reports of a layer.
+void World::expect(const Member& member, std::int64_t layer, MemoryReport& report) const {
+  const LayerConfig& l = config_.layers[size(layer)];
+  const std::int64_t tokens = cache_->tokens(member.id, layer);
+  const std::int64_t row = l.kv_heads * (l.key_dim + l.value_dim) *
+                           static_cast<std::int64_t>(size_bytes(config_.storage));
+  switch (config_.host) {
+    case HostTier::own:
+      break;
+    case HostTier::engine:
+      report.engine_bytes += tokens * row;
+      report.host_bytes -= tokens * row;
+      report.resident_bytes -= (tokens - cache_->compressed_tokens(member.id, layer)) * row;
+      report.basis_bytes += 2 * tokens * static_cast<std::int64_t>(sizeof(void*));
+      break;
+    case HostTier::file:
+      if (!l.window) report.host_bytes += ((tokens + 63) / 64 * 64 - tokens) * row;
+      break;
+  }
+}
+
 void World::check_memory() {
   std::int64_t sum = 0;
   std::int64_t shared = 0;
@@ -942,21 +963,13 @@ void World::check_memory() {
   for (const auto& member : members_) {
     const MemoryReport memory = cache_->memory(member->id);
     const MemoryReport twin = member->twin->memory();
-    std::int64_t window = 0;  // bytes of rows that are not compressed
-    std::int64_t addresses = 0;
-    for (const std::int64_t layer : cached_) {
-      const LayerConfig& l = config_.layers[size(layer)];
-      const std::int64_t tokens = cache_->tokens(member->id, layer);
-      window += (tokens - cache_->compressed_tokens(member->id, layer)) * l.kv_heads *
-                (l.key_dim + l.value_dim) * static_cast<std::int64_t>(size_bytes(config_.storage));
-      addresses += 2 * tokens * static_cast<std::int64_t>(sizeof(void*));
-    }
-    const bool own = engine_.empty();
-    if (memory.resident_bytes != twin.resident_bytes - (own ? 0 : window) ||
-        memory.sketch_bytes != twin.sketch_bytes ||
-        (own ? memory.host_bytes : memory.engine_bytes) != twin.host_bytes ||
-        (own ? memory.engine_bytes : memory.host_bytes) != 0 ||
-        memory.basis_bytes != twin.basis_bytes + (own ? 0 : addresses)) {
+    MemoryReport expected = twin;
+    for (const std::int64_t layer : cached_) expect(*member, layer, expected);
+    if (memory.resident_bytes != expected.resident_bytes ||
+        memory.sketch_bytes != expected.sketch_bytes || memory.host_bytes != expected.host_bytes ||
+        memory.engine_bytes != expected.engine_bytes ||
+        memory.basis_bytes != expected.basis_bytes ||
+        memory.file_bytes < (config_.host == HostTier::file ? expected.host_bytes : 0)) {
       violated(member->name, ": memory differs from that of the sequence alone");
     }
     sum += all_bytes(memory);
@@ -964,7 +977,9 @@ void World::check_memory() {
     ++families[member->family];
   }
   const MemoryReport all = cache_->memory();
-  if (all.fast_held_bytes() != fast_.live || all.host_held_bytes() != host_.live) {
+  if (all.fast_held_bytes() != fast_.live ||
+      // What is in a file or the engine's is not in memory of the tier.
+      (config_.host == HostTier::own ? all.host_held_bytes() : 0) != host_.live) {
     violated("memory: ", all.fast_held_bytes(), " and ", all.host_held_bytes(),
              " bytes on the tiers, but ", fast_.live, " and ", host_.live, " are given");
   }

@@ -16,9 +16,9 @@
 #include <verkv/kv_cache_manager.hpp>
 
 #include "property/dense_model.hpp"
-#include "support/engine_cells.hpp"
 #include "property/twin.hpp"
 #include "reference/statistics.hpp"
+#include "support/engine_cells.hpp"
 #include "support/tier_counter.hpp"
 
 namespace verkv::test {
@@ -136,6 +136,7 @@ class World {
   void check_reports(std::int64_t layer, std::int64_t tokens, const Result& row);
   void check_state();
   void check_memory();
+  void expect(const Member& member, std::int64_t layer, MemoryReport& report) const;
   template <class... Parts>
   void say(const Parts&... parts);
   template <class... Parts>

@@ -63,7 +63,8 @@ bool same(const MemoryReport& a, const MemoryReport& b) {
          a.workspace_bytes == b.workspace_bytes && a.reserved_bytes == b.reserved_bytes &&
          a.basis_bytes == b.basis_bytes && a.shared_bytes == b.shared_bytes &&
          a.engine_bytes == b.engine_bytes && a.fast_reserved_bytes == b.fast_reserved_bytes &&
-         a.host_reserved_bytes == b.host_reserved_bytes;
+         a.host_reserved_bytes == b.host_reserved_bytes &&
+         a.file_bytes == b.file_bytes;
 }
 
 bool same_floats(const std::vector<float>& a, const std::vector<float>& b) {
