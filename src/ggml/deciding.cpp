@@ -3,6 +3,7 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <numeric>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -250,9 +251,19 @@ std::vector<float> Compressed::scores(Layer& layer, const Sequence& sequence,
   std::vector<float> of_cells(at(heads * cells_));
   shared_.dense.importance(layer.config,
                            {.keys = keys, .queries = out_found.view, .visible = lists}, of_cells);
-  for (std::int64_t h = 0; h < heads; ++h)
+  for (std::int64_t h = 0; h < heads; ++h) {
+    const auto score = [&](std::int64_t i) -> float& { return result[at(h * n + i)]; };
     for (std::int64_t i = 0; i < n; ++i)
-      result[at(h * n + i)] = of_cells[at(h * cells_) + sequence.cells[at(i)]];
+      score(i) = of_cells[at(h * cells_) + sequence.cells[at(i)]];
+    // Tokens beside the queries are seen by few of them, and were near: that says nothing of later
+    // queries. They get what the others have on average, but for sinks.
+    std::int64_t known = 0;
+    while (known < n && time[sequence.cells[at(known)]] < out_found.times.front()) ++known;
+    const std::int64_t sinks = std::min(known, verkv::CacheConfig{}.sink_tokens);
+    if (known == sinks) continue;
+    const float sum = std::accumulate(&score(sinks), &score(0) + known, 0.0f);
+    std::fill(&score(0) + known, &score(0) + n, sum / static_cast<float>(known - sinks));
+  }
   return result;
 }
 
