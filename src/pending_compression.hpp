@@ -15,7 +15,7 @@
 
 namespace verkv {
 
-class PendingCompression {
+class VERKV_API PendingCompression {
  public:
   // heads: from Compressor::prompt, those of whole layers, in order; at least one. Copies their
   // importance and the queries that they will use, which the host can read. Throws InvalidArgument, as

@@ -82,7 +82,8 @@ class Step {
 
   void resident_weights(int first, int heads, const float* shift) {
     const float* logit = group_.resident_logit(first);
-    std::copy(logit, logit + heads * group_.resident_stride, group_.resident_weight(first));
+    std::copy(logit, logit + heads * group_.resident_stride - group_.other_slots,
+              group_.resident_weight(first));
     std::array<double, kMaxHeads> unused{};
     weights_of_all(group_.resident_weight(first), group_.resident_stride, group_.residents, heads,
                    shift, unused.data());
