@@ -1,9 +1,13 @@
 // Memory of the two tiers on the CPU: the engine's allocators are asked for all of it, it is what is
 // reported, and where they have none nothing changes.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <new>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -46,6 +50,34 @@ SequenceId restored(KvCacheManager& cache, const std::string& bytes) {
     return count;
   });
 }
+
+// Blocks that end where a page begins which nobody may touch.
+struct Fence {
+  struct Place {
+    std::size_t block;
+    std::size_t mapped;
+    std::size_t page;
+  };
+  static Place place(std::size_t bytes, std::size_t alignment) {
+    const auto up = [](std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; };
+    const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    const std::size_t block = up(bytes, alignment);
+    return {block, up(block, page) + page, page};
+  }
+  static void* allocate(void*, std::size_t bytes, std::size_t alignment) {
+    const Place p = place(bytes, alignment);
+    void* const memory =
+        mmap(nullptr, p.mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    std::byte* const fence = static_cast<std::byte*>(memory) + p.mapped - p.page;
+    if (mprotect(fence, p.page, PROT_NONE) != 0) return nullptr;
+    return fence - p.block;
+  }
+  static void release(void*, void* memory, std::size_t bytes, std::size_t alignment) {
+    const Place p = place(bytes, alignment);
+    munmap(static_cast<std::byte*>(memory) + p.block + p.page - p.mapped, p.mapped);
+  }
+};
 
 TEST_CASE("The tiers come from the engine's allocators, byte by byte as reported") {
   TierCounter fast;
@@ -107,6 +139,33 @@ TEST_CASE("The tiers come from the engine's allocators, byte by byte as reported
   CHECK(fast.calls > 100);
   CHECK(host.calls > 10);
   CHECK(fast.wrong + host.wrong == 0);
+}
+
+// What is read or written beyond a block ends the program.
+TEST_CASE("Steps stay within the blocks of the tiers") {
+  for (const std::optional<std::int64_t> window :
+       {std::optional<std::int64_t>(), std::optional<std::int64_t>(20)}) {
+    CacheConfig config = small_config();
+    config.layers = {layer_of(2, 3, 40, 24)};
+    config.layers[0].window = window;
+    config.window_margin = 8;
+    config.fast_allocator = {Fence::allocate, Fence::release, nullptr};
+    config.host_allocator = config.fast_allocator;
+    const auto cache = make_cache(config);
+    const SequenceId id = cache->create_sequence();
+    Random random(3);
+    std::int64_t tokens = 0;
+    for (const std::int64_t count : {100, 1, 8, 8, 1}) {
+      cache->append(id, 0, random_block(random, count, 2, 40, 1).view(),
+                    random_block(random, count, 2, 24, 1).view());
+      tokens += count;
+      const std::int64_t rows = std::min<std::int64_t>(count, 8);
+      attend(*cache, 0, std::vector<SequenceId>(size(rows), id),
+             random_block(random, rows, 6, 40, 1));
+      if (count == 100) compress(*cache, id, {random_scores(random, 2, tokens, ScoreKind::random)});
+    }
+    CHECK(cache->tokens(id, 0) == tokens);
+  }
 }
 
 TEST_CASE("A tier without memory changes nothing") {
