@@ -15,8 +15,8 @@
 //   cache->attend(layer, batch);                        // verify, fetch what is needed, attend
 //
 // A call that throws leaves the cache as it was. With HostTier::file calls also throw CapacityError
-// (ErrorCode::file_full) where the disk is full, and FileError. Keys are given as the model attends to them (after
-// RoPE). Any thread may call; calls to one manager take turns and block until done. With views in a
+// (ErrorCode::file_full) where the disk is full, and FileError. Keys are given as the model attends
+// to them (after RoPE). Any thread may call; calls to one manager take turns and block until done. With views in a
 // device's memory some calls only enqueue, and find bad numbers later: docs/cuda.md. In a child
 // process after fork() every call but config() throws InvalidArgument, and the destructor frees
 // nothing; the child may make a manager of its own.
@@ -263,7 +263,8 @@ class VERKV_API KvCacheManager {
   std::unique_ptr<Impl> impl_;
 };
 
-// A manager whose two tiers are both in main memory: the specification, and what runs everywhere.
+// A manager whose fast tier is in main memory, as its host tier is unless CacheConfig::host says
+// otherwise: the specification, and what runs everywhere.
 // Throws InvalidArgument with all of unsupported_reasons(config), if there are any; FileError where the
 // file of the host tier cannot be made; CapacityError
 // where the system does not give CacheConfig::threads; it names both numbers and leaves no thread.
