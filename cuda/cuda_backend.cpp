@@ -126,9 +126,9 @@ class CudaBackend final : public Backend {
     return config_.chunk_tokens && find(id).compressed_before[size(layer)];
   }
 
-  void reserve(std::span<const Growth> growths) override {
+  void reserve(std::span<const Growth> growths, Totals& totals) override {
     const CurrentDevice current(options_.device);
-    reserve_growths(growths);
+    reserve_growths(growths, totals);
   }
 
   void append(std::int64_t layer_index, std::span<const AppendPart> parts,
@@ -145,7 +145,7 @@ class CudaBackend final : public Backend {
     std::vector<std::unique_ptr<Booking>> bookings;
     for (const AppendPart& part : parts)
       bookings.push_back(std::make_unique<Booking>(&totals, part.sequence, layer_index));
-    reserve_growths(growths);
+    reserve_growths(growths, totals);
     // Where tokens went that were there before a reservation, there is no room for what the queries of
     // others in their place give.
     for (const AppendPart& part : parts) {
@@ -169,7 +169,7 @@ class CudaBackend final : public Backend {
   }
 
   void compress(SequenceId id, std::span<const ImportanceView> importance,
-                std::span<const TensorView> prompt_queries, const Allow& allow) override {
+                std::span<const TensorView> prompt_queries, Totals& totals) override {
     const CurrentDevice current(options_.device);
     check_numbers();
     Sequence& sequence = find(id);
@@ -177,7 +177,7 @@ class CudaBackend final : public Backend {
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
     std::vector<HeadCompression> heads = prompt.heads;
     std::vector<Prepared> prepared;
-    prepare(sequence, heads, prompt.queries, allow, prepared);
+    prepare(sequence, heads, prompt.queries, totals, prepared);
     commit(prepared);
     mark_compressed(sequence);
   }
@@ -197,7 +197,7 @@ class CudaBackend final : public Backend {
   }
 
   // A whole layer, since all its heads change hands together.
-  std::int64_t continue_compress(SequenceId id, std::int64_t, const Allow& allow) override {
+  std::int64_t continue_compress(SequenceId id, std::int64_t, Totals& totals) override {
     const CurrentDevice current(options_.device);
     check_numbers();
     Sequence& sequence = find(id);
@@ -212,7 +212,7 @@ class CudaBackend final : public Backend {
     std::vector<HeadCompression> heads = pending.next(pending.left_of_layer());
     const std::int64_t done = pending.left_of_layer();
     std::vector<Prepared> prepared;
-    prepare(sequence, heads, pending.queries(), allow, prepared);
+    prepare(sequence, heads, pending.queries(), totals, prepared);
     commit(prepared);
     sequence.compressed_before[layer] = true;
     pending.take(std::move(heads));
@@ -308,8 +308,7 @@ class CudaBackend final : public Backend {
             std::byte*) const override {
     not_served("read");
   }
-  void move(SequenceId, std::int64_t, std::int64_t, const TensorView&,
-            const TensorView&) override {
+  void move(SequenceId, std::int64_t, std::int64_t, const TensorView&, const TensorView&) override {
     not_served("move");
   }
   std::int64_t changed_row(SequenceId, std::int64_t) const override { not_served("changed_row"); }
@@ -442,11 +441,18 @@ class CudaBackend final : public Backend {
   }
 
   // Waits for the stream where blocks grow or something is compressed.
-  void reserve_growths(std::span<const Growth> growths) {
+  void reserve_growths(std::span<const Growth> growths, const Totals& totals) {
     const auto goes = [this](const Growth& growth) { return outgrown(growth) > 0; };
     // Before anything changes, since this call will wait for the device anyway.
     if (options_.views == MemorySpace::device && std::any_of(growths.begin(), growths.end(), goes))
       check_numbers();
+    TierBytes more;
+    for (const Growth& growth : growths) {
+      more.add(find(growth.sequence)
+                   .layers[size(growth.layer)]
+                   ->bytes_to_append(growth.tokens, scores_window(growth.sequence, growth.layer)));
+    }
+    if (more.host > 0 || more.fast > 0) totals.allow(more);
     std::vector<Prepared> prepared;
     for (const Growth& growth : growths) {
       const std::size_t layer = size(growth.layer);
@@ -465,8 +471,7 @@ class CudaBackend final : public Backend {
       const LayerLengths lengths = lengths_of(store);
       const std::vector<float> score = store.window_scores(outgrown(growth), stream_);
       std::vector<HeadCompression> heads = compressor_.window(sequence.draw, layer, lengths, score);
-      prepare(
-          sequence, heads, {}, [](std::int64_t) {}, prepared);
+      prepare(sequence, heads, {}, totals, prepared);
     }
     commit(prepared);
   }
@@ -526,7 +531,7 @@ class CudaBackend final : public Backend {
   // Adds the compressions of `heads`, those of whole layers in order. What queries have given must
   // have been taken in. Changes nothing that shows. Waits for the stream.
   void prepare(Sequence& sequence, std::span<HeadCompression> heads,
-               std::span<const TensorView> queries, const Allow& allow,
+               std::span<const TensorView> queries, const Totals& totals,
                std::vector<Prepared>& out) {
     // Bases and orders are made of those and of the host tier's rows, which must have been written.
     stream_.synchronize();
@@ -549,7 +554,7 @@ class CudaBackend final : public Backend {
                                     ? head.basis.shape
                                     : sequence.layers[head.layer]->codes(head.head));
     }
-    allow(added);
+    if (added > 0) totals.allow({0, added});
     for (std::size_t at = 0; at < heads.size();) {
       const std::size_t layer = heads[at].layer;
       const std::span<HeadCompression> part =

@@ -233,18 +233,54 @@ void LayerStore::grow_host(Change& change, std::int64_t tokens, cudaStream_t str
   }
 }
 
-void LayerStore::reserve_append(std::int64_t count, bool scores, HeadView* table,
-                                cudaStream_t stream) {
-  const std::int64_t wanted = tokens() + count;
-  const std::int64_t window = wanted - compressed();
-  const std::int64_t rows =
+LayerStore::Growth LayerStore::growth(std::int64_t count, bool scores) const {
+  Growth result;
+  result.tokens = tokens() + count;
+  const std::int64_t window = result.tokens - compressed();
+  result.given_rows =
       std::max(given_rows_, scores ? std::min(count, kMostScoredTokens) : std::int64_t{0});
   bool fits = true;
+  std::int64_t spare = count;
   for (std::size_t h = 0; h < views_.size(); ++h) {
-    fits = fits && views_[h].residents() + count <= resident_capacity_[h];
+    const std::int64_t residents = views_[h].residents();
+    spare = std::max(spare, residents / 2);
+    fits = fits && residents + count <= resident_capacity_[h];
   }
-  const bool window_fits = window <= window_capacity_ && rows <= given_rows_;
-  if (fits && window_fits && wanted <= host_capacity_) {
+  if (!fits) result.spare = spare;
+  if (window > window_capacity_ || result.given_rows > given_rows_) {
+    result.window =
+        window > window_capacity_ ? std::max(window, window_capacity_ * 3 / 2) : window_capacity_;
+  }
+  return result;
+}
+
+TierBytes LayerStore::bytes_to_append(std::int64_t count, bool scores) const {
+  const Growth next = growth(count, scores);
+  TierBytes more;
+  more.host = heads() * (grown(next.tokens, host_capacity_) - host_capacity_) *
+              (layer_->row_bytes() + kPositionBytes);
+  if (next.spare) {
+    std::int64_t rows = 0;
+    for (const HeadView& view : views_)
+      rows += round_up(view.residents() + *next.spare, kCapacityUnit);
+    more.fast += rows * (key_bytes() + value_bytes() + 4) - resident_keys_.bytes() -
+                 resident_values_.bytes() - resident_place_.bytes();
+  }
+  if (next.window) {
+    const std::int64_t capacity = round_up(*next.window, kCapacityUnit);
+    const std::int64_t given =
+        next.given_rows > 0 ? next.given_rows * capacity + kMostScoredTokens : 0;
+    more.fast += heads() * 4 * (2 * capacity + given) - window_square_.bytes() -
+                 window_steps_.bytes() - given_.bytes() - has_given_.bytes();
+  }
+  return more;
+}
+
+void LayerStore::reserve_append(std::int64_t count, bool scores, HeadView* table,
+                                cudaStream_t stream) {
+  const Growth next = growth(count, scores);
+  const std::int64_t wanted = next.tokens;
+  if (!next.spare && !next.window && wanted <= host_capacity_) {
     room_ = wanted;
     return;
   }
@@ -252,18 +288,10 @@ void LayerStore::reserve_append(std::int64_t count, bool scores, HeadView* table
   // All that can fail comes before the first change that shows.
   Change change;
   change.views = views_;
-  if (!fits) {
-    std::int64_t spare = count;
-    for (const HeadView& view : views_) spare = std::max(spare, view.residents() / 2);
-    allocate_residents(change, spare);
-  }
-  if (!window_fits) {
-    const std::int64_t larger =
-        window > window_capacity_ ? std::max(window, window_capacity_ * 3 / 2) : window_capacity_;
-    allocate_window(change, larger, rows, stream);
-  }
+  if (next.spare) allocate_residents(change, *next.spare);
+  if (next.window) allocate_window(change, *next.window, next.given_rows, stream);
   grow_host(change, wanted, stream);
-  if (!fits) {
+  if (next.spare) {
     for (std::size_t h = 0; h < views_.size(); ++h) {
       const HeadView& from = views_[h];
       const HeadView& to = change.views[h];
@@ -277,7 +305,7 @@ void LayerStore::reserve_append(std::int64_t count, bool scores, HeadView* table
                                        cudaMemcpyDeviceToDevice, stream));
     }
   }
-  if (!window_fits) {
+  if (next.window) {
     const std::int64_t used = tokens() - compressed();
     copy_heads(change.window_square.data(), change.window_capacity, window_square_.data(),
                window_capacity_, used, heads(), stream);

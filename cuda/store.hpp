@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "rows.hpp"
 #include "sketch_basis.hpp"
 #include "spread_order.hpp"
+#include "tier_bytes.hpp"
 #include "views.hpp"
 #include "window_score.hpp"
 
@@ -137,6 +139,8 @@ class LayerStore {
   void settle(HeadView* table, cudaStream_t stream);
 
   void add_memory(MemoryReport& report) const;
+  // What reserve_append adds to what is allocated. Blocks that it replaces are there meanwhile.
+  TierBytes bytes_to_append(std::int64_t count, bool scores) const;
   const HostBuffer& host_tier() const { return host_; }
 
  private:
@@ -145,6 +149,14 @@ class LayerStore {
   std::int64_t value_bytes() const;
   // Positions of the places of one KV head in a block of the host tier for `capacity` tokens.
   std::uint32_t* positions_in(std::byte* block, std::int64_t capacity, std::int64_t head) const;
+  // What reserve_append does.
+  struct Growth {
+    std::int64_t tokens = 0;
+    std::optional<std::int64_t> spare;   // residents of larger blocks beyond those that are there
+    std::optional<std::int64_t> window;  // capacity of larger blocks
+    std::int64_t given_rows = 0;
+  };
+  Growth growth(std::int64_t count, bool scores) const;
   void grow_host(Change& change, std::int64_t tokens, cudaStream_t stream) const;
   void reserve_sketch(std::int64_t end, cudaStream_t stream);
   // Buffers for these numbers of residents and window tokens; views point into them.

@@ -8,7 +8,6 @@
 #define VERKV_SRC_BACKEND_HPP
 
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <string>
 
@@ -17,6 +16,7 @@
 
 #include "pending_compression.hpp"
 #include "saved_bytes.hpp"
+#include "tier_bytes.hpp"
 
 namespace verkv {
 
@@ -41,8 +41,12 @@ struct AppendPart {
 // them stops sharing with another is the other's own from then on, and no more than before.
 class Totals {
  public:
-  // sign: -1 before a layer of a sequence changes, 1 after.
-  virtual void book(SequenceId sequence, std::int64_t layer, std::int64_t sign) noexcept = 0;
+  // What a layer of a sequence holds alone, before it changes; and after.
+  virtual MemoryReport own(SequenceId sequence, std::int64_t layer) const noexcept = 0;
+  virtual void changed(const MemoryReport& before, SequenceId sequence,
+                       std::int64_t layer) noexcept = 0;
+  // Throws CapacityError where the tiers may not hold so many bytes more than the totals say.
+  virtual void allow(const TierBytes& more) const = 0;
 
  protected:
   ~Totals() = default;
@@ -54,10 +58,10 @@ class Booking {
  public:
   Booking(Totals* totals, SequenceId sequence, std::int64_t layer)
       : totals_(totals), sequence_(sequence), layer_(layer) {
-    if (totals_ != nullptr) totals_->book(sequence_, layer_, -1);
+    if (totals_ != nullptr) before_ = totals_->own(sequence_, layer_);
   }
   ~Booking() {
-    if (totals_ != nullptr) totals_->book(sequence_, layer_, 1);
+    if (totals_ != nullptr) totals_->changed(before_, sequence_, layer_);
   }
   Booking(const Booking&) = delete;
   Booking& operator=(const Booking&) = delete;
@@ -66,12 +70,12 @@ class Booking {
   Totals* totals_;
   SequenceId sequence_;
   std::int64_t layer_;
+  MemoryReport before_;
 };
 
+// Where a call may need more of a tier than is held, it asks Totals::allow before anything changes.
 class Backend {
  public:
-  using Allow = std::function<void(std::int64_t added_fast_bytes)>;
-
   virtual ~Backend() = default;
 
   virtual std::string description() const = 0;
@@ -91,7 +95,8 @@ class Backend {
 
   // Compresses what the local windows have outgrown, and makes room for the tokens, so that append
   // of them fails for no want of memory. All or nothing. Each (sequence, layer) at most once.
-  virtual void reserve(std::span<const Growth> growths) = 0;
+  // totals: not told of what changes.
+  virtual void reserve(std::span<const Growth> growths, Totals& totals) = 0;
   // All or nothing; each sequence at most once. Throws InvalidArgument on a number that is not
   // finite or does not fit the storage type. totals: told of all that changes.
   virtual void append(std::int64_t layer, std::span<const AppendPart> parts, Totals& totals) = 0;
@@ -112,20 +117,19 @@ class Backend {
   // One view per layer; those of layers that are not compressed are not looked at.
   // prompt_queries: likewise, or empty. Throws InvalidArgument on a score that is negative or not
   // finite and on a query that is used and not finite.
-  // allow: is given the bytes in use that the fast tier will have more (below 0: fewer), and throws
-  // where they are too many, before anything has changed.
+  // totals: not told of what changes.
   virtual void compress(SequenceId sequence, std::span<const ImportanceView> importance,
-                        std::span<const TensorView> prompt_queries, const Allow& allow) = 0;
+                        std::span<const TensorView> prompt_queries, Totals& totals) = 0;
   // compress in slices. begin_compress takes copies of what it is given and compresses nothing; pending
   // is then what is to be done, null where there is nothing. continue_compress works on up to `heads`
   // heads of the next layer and returns on how many; with its last head the layer is compressed, and room
-  // for tokens stays. allow: as above, for the layer. A call that throws leaves what was pending. fork
+  // for tokens stays. totals: as above. A call that throws leaves what was pending. fork
   // makes what is pending the fork's too; the manager lets no other compress, redraw or save through
   // meanwhile, and cancels before tokens that are to be compressed go.
   virtual void begin_compress(SequenceId sequence, std::span<const ImportanceView> importance,
                               std::span<const TensorView> prompt_queries) = 0;
   virtual std::int64_t continue_compress(SequenceId sequence, std::int64_t heads,
-                                         const Allow& allow) = 0;
+                                         Totals& totals) = 0;
   virtual void cancel_compress(SequenceId sequence) noexcept = 0;
   virtual const PendingCompression* pending(SequenceId sequence) const = 0;
   virtual void redraw(SequenceId sequence, std::uint64_t draw) = 0;

@@ -16,6 +16,8 @@
 
 #include "c_face.hpp"
 
+#include <verkv/kv_cache_manager.hpp>
+
 namespace verkv::c_face {
 namespace {
 
@@ -371,6 +373,26 @@ verkv_code verkv_keep_for_fast_share(double fast_share, const verkv_layer_config
     double& result = verkv::c_face::needed(keep, "where keep goes");
     result = verkv::c_face::keep(fast_share, layer, layer_size, storage, sketch_kind, sketch_bits,
                                  study_estimator);
+  });
+}
+
+verkv_code verkv_sequence_bytes(const verkv_cache_config* config, int64_t tokens,
+                                verkv_memory_report* appended, verkv_memory_report* compressed,
+                                double* mean_resident_bytes, int64_t* most_fast_bytes,
+                                int64_t* most_host_bytes, verkv_error* error) {
+  return guarded(error, [&] {
+    verkv::c_face::Result first(appended, "verkv_memory_report");
+    verkv::c_face::Result second(compressed, "verkv_memory_report");
+    double& mean = verkv::c_face::needed(mean_resident_bytes, "where mean_resident_bytes goes");
+    std::int64_t& fast = verkv::c_face::needed(most_fast_bytes, "where most_fast_bytes goes");
+    std::int64_t& host = verkv::c_face::needed(most_host_bytes, "where most_host_bytes goes");
+    const verkv::SequenceBytes bytes =
+        verkv::sequence_bytes(verkv::c_face::cache_config(config), tokens);
+    first.set(verkv::c_face::to_c(bytes.appended));
+    second.set(verkv::c_face::to_c(bytes.compressed));
+    mean = bytes.mean_resident_bytes;
+    fast = bytes.most_fast_bytes;
+    host = bytes.most_host_bytes;
   });
 }
 

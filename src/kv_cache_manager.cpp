@@ -30,14 +30,10 @@ namespace {
 
 // A position is 32 bits of a Philox counter.
 constexpr std::int64_t kMaxTokens = (std::int64_t{1} << 32) - 1;
-// Position and score of a token of the local window.
-constexpr std::int64_t kWindowMetadataBytes = 12;
 
 }  // namespace
 
 struct KvCacheManager::Impl final : Totals {
-  using Bytes = TierBytes;
-
   // Calls share the backend's threads and workspaces, so they take turns.
   CallMutex mutex;
   struct Sequence {
@@ -52,8 +48,6 @@ struct KvCacheManager::Impl final : Totals {
   std::uint64_t batch_count = 0;
   // Of all sequences, without the workspace: kept, so that nobody has to sum over sequences.
   MemoryReport total;
-  // What `reserve` has promised to tokens that are not there yet, likewise.
-  Bytes promised;
   CallTimes times;
   // Of a batched append; with room for every sequence.
   std::vector<AppendPart> parts;
@@ -96,9 +90,17 @@ struct KvCacheManager::Impl final : Totals {
     return sum;
   }
 
-  void book(SequenceId id, std::int64_t layer, std::int64_t sign) noexcept override {
-    add(total, backend->own_memory(id, layer), sign);
-    promised.add(promise(id, layer), sign);
+  MemoryReport own(SequenceId id, std::int64_t layer) const noexcept override {
+    return backend->own_memory(id, layer);
+  }
+  void changed(const MemoryReport& before, SequenceId id, std::int64_t layer) noexcept override {
+    add(total, before, -1);
+    add(total, backend->own_memory(id, layer));
+  }
+  void allow(const TierBytes& more) const override { check_tiers(config, tiers(), more); }
+
+  TierBytes tiers() const {
+    return {total.host_held_bytes(), total.fast_held_bytes() + backend->workspace_bytes()};
   }
 
   // Calls change(), which may change what one sequence holds in the layers that each(f) calls f with,
@@ -108,76 +110,27 @@ struct KvCacheManager::Impl final : Totals {
     struct Bracket {
       Impl& impl;
       const Each& each;
+      const MemoryReport before;
 
-      Bracket(Impl& to, const Each& all) : impl(to), each(all) { book(-1); }
-      ~Bracket() { book(1); }
-      void book(std::int64_t sign) noexcept {
-        each([&](SequenceId id, std::int64_t layer) { impl.book(id, layer, sign); });
+      Bracket(Impl& to, const Each& all) : impl(to), each(all), before(sum()) {}
+      ~Bracket() {
+        add(impl.total, before, -1);
+        add(impl.total, sum());
+      }
+      MemoryReport sum() const noexcept {
+        MemoryReport all;
+        each([&](SequenceId id, std::int64_t layer) { add(all, impl.own(id, layer)); });
+        return all;
       }
     };
     const Bracket bracket(*this, each);
     change();
   }
 
-  // What `count` more tokens take at most, before anything is compressed.
-  Bytes bytes_of(SequenceId id, std::int64_t layer, std::int64_t count) const noexcept {
-    const LayerConfig& l = config.layers[static_cast<std::size_t>(layer)];
-    const std::int64_t rows = count * l.kv_heads;
-    Bytes bytes;
-    const std::int64_t row =
-        row_elements(l) * static_cast<std::int64_t>(size_bytes(config.storage));
-    if (l.window) return {.host = 0, .fast = rows * row};
-    bytes.fast = rows * kWindowMetadataBytes;
-    switch (config.host) {
-      case HostTier::own:
-        bytes.host = rows * row;
-        bytes.fast += rows * row;
-        break;
-      case HostTier::engine:
-        break;
-      case HostTier::file:
-        bytes.host = l.kv_heads * row * file_rows_added(backend->tokens(id, layer), count);
-        bytes.fast += rows * row;
-        break;
-    }
-    if (count > 0 && backend->scores_window(id, layer)) {
-      const std::int64_t window =
-          backend->tokens(id, layer) - backend->compressed_tokens(id, layer) + count;
-      bytes.fast +=
-          l.kv_heads * given_numbers(count, window) * static_cast<std::int64_t>(sizeof(float));
-    }
-    return bytes;
-  }
-
-  // What `count` more tokens take, after those have gone that leave a sliding window first.
-  Bytes growth_of(SequenceId id, std::int64_t layer, std::int64_t count) const noexcept {
-    Bytes bytes = bytes_of(id, layer, count);
-    const LayerConfig& l = config.layers[static_cast<std::size_t>(layer)];
-    if (!l.window) return bytes;
-    const std::int64_t held = backend->tokens(id, layer) - backend->left_tokens(id, layer);
-    const std::int64_t leaving = held - window_tokens(config, l);
-    if (leaving > 0) bytes.add(bytes_of(id, layer, leaving), -1);
-    return bytes;
-  }
-
-  Bytes promise(SequenceId id, std::int64_t layer) const noexcept {
-    const std::vector<std::int64_t>& reserved = sequences.find(id.value)->second.reserved;
-    const std::int64_t left =
-        reserved[static_cast<std::size_t>(layer)] - backend->tokens(id, layer);
-    return left > 0 ? bytes_of(id, layer, left) : Bytes{};
-  }
-
-  // freed: of what is promised, what is asked for anew.
   void erase(SequenceId id) noexcept {
-    all_layers(id)([this](SequenceId one, std::int64_t layer) { book(one, layer, -1); });
+    all_layers(id)([this](SequenceId one, std::int64_t layer) { add(total, own(one, layer), -1); });
     backend->release(id);
     sequences.erase(id.value);
-  }
-  void check_limits(const Bytes& wanted, const Bytes& freed) const {
-    const Bytes held{total.host_bytes, total.fast_bytes()};
-    Bytes kept = promised;
-    kept.add(freed, -1);
-    check_tiers(config, held, kept, wanted);
   }
 
   void check_length(SequenceId id, std::int64_t layer, std::int64_t count) const {
@@ -278,16 +231,10 @@ struct KvCacheManager::Impl final : Totals {
   // Each sequence at most once.
   void append(std::int64_t layer, std::span<AppendPart> all) {
     const Stopwatch watch = times.appending(layer);
-    Bytes wanted;
-    Bytes freed;
     for (AppendPart& part : all) {
       check_length(part.sequence, layer, part.keys.tokens);
       part.reserved = is_reserved(part, layer);
-      if (part.reserved) continue;
-      wanted.add(growth_of(part.sequence, layer, part.keys.tokens));
-      freed.add(promise(part.sequence, layer));
     }
-    if (wanted.fast > 0) check_limits(wanted, freed);
     backend->append(layer, all, *this);
   }
 
@@ -305,19 +252,10 @@ struct KvCacheManager::Impl final : Totals {
     std::int64_t elapsed = 0;
     {
       const Stopwatch watch(elapsed);
-      backend->compress(id, importance, prompt_queries, allowed(id));
+      backend->compress(id, importance, prompt_queries, *this);
     }
     count(1);
     times.compressed(elapsed, rows);
-  }
-
-  // Throws where the fast tier has no room for what a compression adds, of a sequence that the totals
-  // are without. What it shares stays as long as others hold it.
-  Backend::Allow allowed(SequenceId id) const {
-    return [this, id](std::int64_t added) {
-      if (added <= 0) return;
-      check_limits({.host = 0, .fast = held(id).fast_bytes() + added}, {});
-    };
   }
 
   // Throws InvalidArgument unless these can be given to compress.
@@ -365,7 +303,7 @@ struct KvCacheManager::Impl final : Totals {
       const std::int64_t layer = static_cast<std::int64_t>(backend->pending(id)->layer());
       const Stopwatch watch = times.compressing(layer);
       booked(all_layers(id), [&] {
-        heads -= std::max<std::int64_t>(1, backend->continue_compress(id, heads, allowed(id)));
+        heads -= std::max<std::int64_t>(1, backend->continue_compress(id, heads, *this));
       });
     }
     return left_to_compress(id);
@@ -391,7 +329,7 @@ struct KvCacheManager::Impl final : Totals {
       sequences.erase(id.value);
       throw;
     }
-    all_layers(id)([this](SequenceId one, std::int64_t layer) { book(one, layer, 1); });
+    all_layers(id)([this](SequenceId one, std::int64_t layer) { add(total, own(one, layer)); });
     ++next_sequence;
     return id;
   }
@@ -403,15 +341,15 @@ struct KvCacheManager::Impl final : Totals {
 
   SequenceId fork(SequenceId from) {
     return add_sequence(find(from).reserved, [&](SequenceId id) {
+      const TierBytes before = tiers();
       backend->fork(from, id);
       try {
-        Bytes copied;
+        TierBytes copied = {0, backend->workspace_bytes() + total.fast_held_bytes() - before.fast};
         all_layers(id)([&](SequenceId, std::int64_t layer) {
-          const MemoryReport own = backend->own_memory(id, layer);
-          copied.add({own.host_bytes, own.fast_bytes()});
-          copied.add(promise(id, layer));
+          const MemoryReport added = own(id, layer);
+          copied.add({added.host_held_bytes(), added.fast_held_bytes()});
         });
-        check_limits(copied, {});
+        check_tiers(config, before, copied);
       } catch (...) {
         backend->release(id);
         throw;
@@ -543,19 +481,14 @@ void KvCacheManager::reserve(SequenceId id, std::int64_t tokens) {
   const std::lock_guard lock(impl_->mutex);
   Impl::Sequence& sequence = impl_->find(id);
   if (tokens < 0) invalid("{} tokens reserved; the number cannot be negative", tokens);
-  Impl::Bytes wanted;
-  Impl::Bytes freed;
   std::vector<Growth> growths;
   const auto each = impl_->all_layers(id);
   each([&](SequenceId, std::int64_t layer) {
     impl_->check_length(id, layer, tokens);
-    wanted.add(impl_->growth_of(id, layer, tokens));
-    freed.add(impl_->promise(id, layer));
     growths.push_back({id, layer, tokens});
   });
-  if (tokens > 0) impl_->check_limits(wanted, freed);
   impl_->booked(each, [&] {
-    impl_->backend->reserve(growths);
+    impl_->backend->reserve(growths, *impl_);
     each([&](SequenceId, std::int64_t layer) {
       sequence.reserved[static_cast<std::size_t>(layer)] =
           impl_->backend->tokens(id, layer) + tokens;
@@ -697,13 +630,13 @@ SequenceId KvCacheManager::restore(const ReadBytes& read) {
   }
   SavedReader reader(read);
   check_head(reader, impl_->config);
-  const TierBytes before{impl_->total.host_bytes, impl_->total.fast_bytes()};
+  const TierBytes before = impl_->tiers();
   const SequenceId id = impl_->create(0);
   try {
     impl_->booked(impl_->all_layers(id), [&] { impl_->backend->restore(id, reader); });
-    TierBytes added{impl_->total.host_bytes, impl_->total.fast_bytes()};
+    TierBytes added = impl_->tiers();
     added.add(before, -1);
-    check_tiers(impl_->config, before, impl_->promised, added);
+    check_tiers(impl_->config, before, added);
   } catch (...) {
     impl_->erase(id);
     --impl_->next_sequence;  // so that names and draws of later sequences stay what they were

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <optional>
-#include <string>
 
 #include <verkv/error.hpp>
 
@@ -34,20 +33,19 @@ std::int64_t file_rows_added(std::int64_t held, std::int64_t count) {
   return in_pages(held + count) - in_pages(held);
 }
 
-void check_tiers(const CacheConfig& config, const TierBytes& held, const TierBytes& kept,
-                 const TierBytes& wanted) {
-  const auto check = [&](const char* tier, std::int64_t TierBytes::*bytes,
-                         std::optional<std::int64_t> limit, ErrorCode code) {
-    if (!limit || held.*bytes + kept.*bytes + wanted.*bytes <= *limit) return;
-    const std::string also =
-        kept.*bytes > 0 ? fmt::format(", {} reserved for others", kept.*bytes) : "";
-    throw CapacityError(
-        fmt::format("{} tier: {} bytes in use{} and {} more wanted, the limit is {}", tier,
-                    held.*bytes, also, wanted.*bytes, *limit),
-        code);
+void raise_limit(bool is_fast, std::int64_t held, std::int64_t wanted, std::int64_t limit) {
+  throw CapacityError(fmt::format("{} tier: {} bytes are held and {} more wanted, the limit is {}",
+                                  is_fast ? "fast" : "host", held, wanted, limit),
+                      is_fast ? ErrorCode::fast_limit : ErrorCode::host_limit);
+}
+
+void check_tiers(const CacheConfig& config, const TierBytes& held, const TierBytes& wanted) {
+  const auto check = [](bool is_fast, std::int64_t has, std::int64_t more,
+                        const std::optional<std::int64_t>& limit) {
+    if (more > 0 && limit && has + more > *limit) raise_limit(is_fast, has, more, *limit);
   };
-  check("host", &TierBytes::host, config.host_bytes_limit, ErrorCode::host_limit);
-  check("fast", &TierBytes::fast, config.fast_bytes_limit, ErrorCode::fast_limit);
+  check(false, held.host, wanted.host, config.host_bytes_limit);
+  check(true, held.fast, wanted.fast, config.fast_bytes_limit);
 }
 
 }  // namespace verkv

@@ -25,10 +25,11 @@ void add(MemoryReport& to, const MemoryReport& one, std::int64_t sign = 1);
 // Rows, in whole pages, that a file has more when `count` tokens come to `held`.
 std::int64_t file_rows_added(std::int64_t held, std::int64_t count);
 
-// Throws CapacityError where what is held, what is kept for others and what is wanted exceed a
-// limit of the configuration.
-void check_tiers(const CacheConfig& config, const TierBytes& held, const TierBytes& kept,
-                 const TierBytes& wanted);
+// Throws CapacityError where what is held and what is wanted exceed a limit of the configuration.
+void check_tiers(const CacheConfig& config, const TierBytes& held, const TierBytes& wanted);
+// That of one tier.
+[[noreturn]] void raise_limit(bool is_fast, std::int64_t held, std::int64_t wanted,
+                              std::int64_t limit);
 
 }  // namespace verkv
 

@@ -324,6 +324,34 @@ TEST_CASE("keep for a share of bytes is that of C++") {
         VERKV_ERROR_SHAPE);
 }
 
+TEST_CASE("bytes of a sequence are those of C++") {
+  CacheConfig config;
+  config.layers = {{.kv_heads = 2, .query_heads = 4, .key_dim = 32, .value_dim = 24}};
+  verkv_cache_config c = c_face::to_c(config);
+  const verkv_layer_config layer = c_face::to_c(config.layers[0]);
+  c.layers = &layer;
+  verkv_memory_report appended = {};
+  verkv_memory_report compressed = {};
+  appended.size = compressed.size = sizeof(appended);
+  double mean = 0;
+  std::int64_t fast = 0;
+  std::int64_t host = 0;
+  const auto ask = [&](std::int64_t tokens, verkv_memory_report* to) {
+    return verkv_sequence_bytes(&c, tokens, to, &compressed, &mean, &fast, &host, nullptr);
+  };
+  REQUIRE(ask(1000, &appended) == VERKV_OK);
+  const SequenceBytes expected = sequence_bytes(config, 1000);
+  CHECK(appended.host_bytes == expected.appended.host_bytes);
+  CHECK(appended.fast_reserved_bytes == expected.appended.fast_reserved_bytes);
+  CHECK(compressed.sketch_bytes == expected.compressed.sketch_bytes);
+  CHECK(mean == expected.mean_resident_bytes);
+  CHECK(fast == expected.most_fast_bytes);
+  CHECK(host == expected.most_host_bytes);
+  CHECK(ask(-1, &appended) == VERKV_ERROR_SHAPE);
+  CHECK(ask(1000, nullptr) == VERKV_ERROR_SHAPE);
+  CHECK(appended.host_bytes == expected.appended.host_bytes);
+}
+
 verkv_tensor_view twin(const TensorView& view) {
   // Lists of rows stand beside a view in C.
   const auto& [data, type, tokens, heads, dim, token_stride, head_stride, rows] = view;

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -220,6 +221,92 @@ TEST_CASE("A tier without memory changes nothing") {
       CHECK(fast.wrong + host.wrong == 0);
     }
   }
+}
+
+// Whether b has room for a, purpose by purpose.
+void check_within(const MemoryReport& a, const MemoryReport& b) {
+  CHECK(a.resident_bytes <= b.resident_bytes);
+  CHECK(a.sketch_bytes <= b.sketch_bytes);
+  CHECK(a.metadata_bytes <= b.metadata_bytes);
+  CHECK(a.basis_bytes <= b.basis_bytes);
+  CHECK(a.workspace_bytes <= b.workspace_bytes);
+  CHECK(a.fast_held_bytes() <= b.fast_held_bytes());
+}
+
+TEST_CASE("What a sequence takes is known before it is there") {
+  Random random(11);
+  double mean = 0;
+  double drawn = 0;
+  for (int trial = 0; trial < 60; ++trial) {
+    CacheConfig config = small_config();
+    config.layers = {layer_of(2, 3, one_of(random, std::vector<std::int64_t>{16, 64, 100}), 72),
+                     layer_of(1, 1, 64, 40), layer_of(3, 2, 32, 32)};
+    config.layers[1].dense = trial % 3 == 0;
+    config.layers[2].cached = trial % 4 != 0;
+    config.storage = one_of(random, std::vector{DType::f32, DType::f16});
+    config.keep = one_of(random, std::vector<double>{0.05, 0.25, 0.8, 1});
+    config.local_tokens = one_of(random, std::vector<std::int64_t>{0, 8, 32, 90});
+    config.pool = one_of(random, std::vector{Pool::head, Pool::layer, Pool::sequence});
+    config.sketch = {one_of(random, std::vector{SketchKind::calibrated, SketchKind::exact}),
+                     2 + static_cast<int>(random.below(3))};
+    config.study.select =
+        one_of(random, std::vector{Selection::spread, Selection::poisson, Selection::topk});
+    config.study.estimator = one_of(random, std::vector{Estimator::clusters, Estimator::plain});
+    if (random.below(2) == 0) config.compress_from = 0;
+    config.threads = 1 + static_cast<int>(random.below(3));
+    const std::int64_t tokens =
+        static_cast<std::int64_t>(random.below(random.below(2) == 0 ? 140 : 900));
+    std::vector<Block> keys;
+    std::vector<Block> values;
+    std::vector<Scores> scores;
+    for (const LayerConfig& layer : config.layers) {
+      keys.push_back(random_block(random, tokens, layer.kv_heads, layer.key_dim, 1));
+      values.push_back(random_block(random, tokens, layer.kv_heads, layer.value_dim, 1));
+      scores.push_back(random_scores(random, layer.kv_heads, tokens, ScoreKind::random));
+    }
+    const SequenceBytes bytes = sequence_bytes(config, tokens);
+    // With limits of what it says is the most: nothing is refused.
+    config.fast_bytes_limit = bytes.most_fast_bytes;
+    config.host_bytes_limit = bytes.most_host_bytes;
+    TierCounter fast;
+    TierCounter host;
+    const auto cache = make_cache(with(config, fast, host));
+    const SequenceId id = cache->create_sequence(random.bits());
+    for (std::size_t l = 0; l < config.layers.size(); ++l) {
+      if (config.layers[l].cached)
+        cache->append(id, static_cast<std::int64_t>(l), keys[l].view(), values[l].view());
+    }
+    INFO("trial " << trial << ", " << tokens << " tokens, " << name(config.pool) << ", "
+                  << name(config.study.select) << ", local " << config.local_tokens << ", keep "
+                  << config.keep);
+    MemoryReport memory = cache->memory();
+    CHECK(memory.host_bytes == bytes.appended.host_bytes);
+    CHECK(memory.resident_bytes == bytes.appended.resident_bytes);
+    CHECK(memory.sketch_bytes == bytes.appended.sketch_bytes);
+    CHECK(memory.metadata_bytes == bytes.appended.metadata_bytes);
+    CHECK(memory.basis_bytes == bytes.appended.basis_bytes);
+    CHECK(memory.workspace_bytes == bytes.appended.workspace_bytes);
+    CHECK(memory.fast_reserved_bytes == bytes.appended.fast_reserved_bytes);
+    CHECK(memory.host_reserved_bytes == bytes.appended.host_reserved_bytes);
+    CHECK(fast.live == bytes.appended.fast_held_bytes());
+    CHECK(host.live == bytes.appended.host_held_bytes());
+    CHECK(bytes.appended.reserved_bytes ==
+          bytes.appended.fast_reserved_bytes + bytes.appended.host_reserved_bytes);
+    compress(*cache, id, scores);
+    memory = cache->memory();
+    check_within(memory, bytes.compressed);
+    CHECK(memory.host_held_bytes() == bytes.compressed.host_held_bytes());
+    mean += bytes.mean_resident_bytes;
+    drawn += static_cast<double>(memory.resident_bytes);
+    // Nor is it far off: but for draws that may be of all tokens, and whole pages of small heads.
+    if (config.study.select != Selection::poisson && config.pool == Pool::head) {
+      CHECK(bytes.most_fast_bytes < fast.peak * 3 / 2 + 150'000);
+      CHECK(bytes.compressed.resident_bytes < memory.resident_bytes * 5 / 4 + 20'000);
+    }
+  }
+  CHECK(std::fabs(mean / drawn - 1) < 0.05);
+  CHECK_THROWS_AS(sequence_bytes(small_config(), -1), InvalidArgument);
+  CHECK_THROWS_AS(sequence_bytes(CacheConfig{}, 10), InvalidArgument);
 }
 
 TEST_CASE("Half an allocator is refused") {

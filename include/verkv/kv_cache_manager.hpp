@@ -54,6 +54,8 @@ class VERKV_API KvCacheManager {
 
   // An empty sequence. `draw` names its random draws together with CacheConfig::seed: equal
   // (seed, draw) means equal samples. Without `draw` each sequence gets a name of its own.
+  // Throws CapacityError where the fast tier has no room for the buffers of steps with it;
+  // std::bad_alloc, on a device DeviceError.
   SequenceId create_sequence();
   SequenceId create_sequence(std::uint64_t draw);
   // A sequence that continues as if all calls for `sequence` had been made for it: the same tokens,
@@ -61,11 +63,11 @@ class VERKV_API KvCacheManager {
   // compress, redraw or erase afterwards never shows in the other, and equal calls give equal bits.
   // On the CPU the two share all that they hold but the scores of the window: a fork costs its
   // tables, and each of the two copies at most a page of 64 tokens (of a sketch: 512) of an array when
-  // it first adds to it; no limit is checked for that copy. What is reserved for the sequence is
+  // it first adds to it, which then counts against the limits. What is reserved for the sequence is
   // reserved for the fork as well, and there the sequence itself may be short of memory when it first
   // adds to a page that it shares. On a device everything is copied.
-  // Throws InvalidArgument if it is unknown; CapacityError where the limit on the fast tier leaves
-  // no room for what is copied.
+  // Throws InvalidArgument if it is unknown; CapacityError where a limit leaves no room for what is
+  // copied; std::bad_alloc, on a device DeviceError.
   SequenceId fork(SequenceId sequence);
   // Frees what no fork of the sequence holds too, and what no other sequence needs of the buffers of a
   // step. Throws InvalidArgument if it is unknown.
@@ -112,10 +114,10 @@ class VERKV_API KvCacheManager {
 
   // Makes room for so many more tokens in every cached layer, and compresses what the local windows
   // have outgrown. Until then, appends to the sequence fail neither for memory nor for a byte limit
-  // (which counts the reservation as used), compress nothing and, on the CPU, allocate nothing:
+  // (which counts what is reserved: it is allocated), compress nothing and, on the CPU, allocate nothing:
   // steps one by one and steps together give the same bits. All or nothing. Takes the place of an
-  // earlier reservation; 0 tokens: compresses, and gives the room of an earlier one up, as `compress`
-  // does.
+  // earlier reservation; 0 tokens: compresses, and gives an earlier one up, as `compress` does: forks
+  // and compressions leave no room for it any more. What is allocated stays with the sequence.
   // Throws InvalidArgument on a negative number or an unknown sequence; CapacityError on a limit;
   // std::bad_alloc, on a device DeviceError, where memory is short.
   void reserve(SequenceId sequence, std::int64_t tokens);
@@ -136,7 +138,8 @@ class VERKV_API KvCacheManager {
   // had by CacheConfig::window_margin at least, and by all that the last call has appended; or to 0.
   // Where it cannot, Truncation::done is false, and nothing changes.
   // Throws InvalidArgument on an unknown sequence, and on a number that is negative or above the
-  // tokens of every layer; std::bad_alloc.
+  // tokens of every layer; CapacityError where what stays does not fit beside what goes;
+  // std::bad_alloc.
   Truncation truncate(SequenceId sequence, std::int64_t tokens);
 
   // Compresses every layer: all tokens but the last local_tokens leave the fast tier, except those
@@ -154,7 +157,8 @@ class VERKV_API KvCacheManager {
   // window during decode knows none.
   // Throws InvalidArgument on a wrong shape or type, on a score that is negative or not finite
   // (naming layer, head and token), and on a query that is used and not finite; CapacityError where
-  // the fast tier would hold more than its limit (of few tokens the sketch takes more than it saves).
+  // the fast tier would hold more than its limit: sketch and sample are made beside the prompt's rows,
+  // which go afterwards.
   void compress(SequenceId sequence, std::span<const ImportanceView> importance,
                 std::span<const TensorView> prompt_queries = {});
 
@@ -269,6 +273,10 @@ class VERKV_API KvCacheManager {
 // file of the host tier cannot be made; CapacityError
 // where the system does not give CacheConfig::threads; it names both numbers and leaves no thread.
 VERKV_API std::unique_ptr<KvCacheManager> make_cpu_cache(CacheConfig config);
+
+// What a sequence of so many tokens will take in make_cpu_cache(config). Allocates nothing on any tier.
+// Throws InvalidArgument as make_cpu_cache does, and on a number of tokens that no sequence has.
+VERKV_API SequenceBytes sequence_bytes(const CacheConfig& config, std::int64_t tokens);
 
 }  // namespace verkv
 

@@ -145,6 +145,21 @@ struct MemoryReport {
   std::int64_t host_held_bytes() const { return host_bytes + host_reserved_bytes; }
 };
 
+// Bytes of a sequence before there is one.
+struct SequenceBytes {
+  // Once its tokens have been appended, to each layer at once: what is then reported. reserved_bytes are
+  // those of the tiers, without tables in main memory. workspace_bytes: of a cache without others.
+  MemoryReport appended;
+  // Once it has been compressed, at most: how many tokens are drawn (of Selection::poisson it may be all)
+  // and the form of the sketch depend on importance and keys.
+  MemoryReport compressed;
+  // Mean of resident_bytes then, over draws.
+  double mean_resident_bytes = 0;
+  // The most that either tier holds at any moment until then: limits of so many bytes refuse nothing.
+  std::int64_t most_fast_bytes = 0;
+  std::int64_t most_host_bytes = 0;
+};
+
 // Edges of the histogram of bounds (LayerStatistics::bounds), rising: 0, for exact answers, and
 // about two for each power of ten, 0.001 to 3.
 inline constexpr int kBoundEdges = 9;

@@ -250,9 +250,12 @@ struct CacheConfig {
   // Share of tokens that stays resident, in (0, 1]; sinks and local window are paid from it.
   double keep = 0.0625;
   FetchConfig fetch = {};
-  // Most bytes in use of residents, sketch and metadata, and of the host tier. append, step,
-  // reserve, compress, fork and restore check them before anything changes. Not counted: pages that
-  // forks stop sharing (KvCacheManager::fork), chunks that decoding compresses.
+  // Most bytes on either tier, in use or not: MemoryReport::fast_held_bytes and host_held_bytes, which
+  // have the buffers of a step. What needs more throws CapacityError before anything changes; append,
+  // reserve and compress ask for all blocks that they will allocate, and what these replace may go only
+  // afterwards. On the CPU the limits hold at every moment. On a device append and reserve ask for what
+  // blocks grow by, compress for what it adds in use; the rest, blocks that are replaced and growing
+  // buffers of a step too, is counted once it is there.
   std::optional<std::int64_t> fast_bytes_limit = std::nullopt;
   std::optional<std::int64_t> host_bytes_limit = std::nullopt;
   // Most recent tokens and first tokens: always resident.

@@ -431,6 +431,13 @@ enum { VERKV_BOUND_EDGES = 9 };
 /* Edge i of the histogram of bounds, 0 <= i < VERKV_BOUND_EDGES; else NaN. */
 VERKV_API double verkv_bound_edge(int32_t i);
 
+/* verkv::sequence_bytes, of a sequence of so many tokens. All results are set; none may be NULL. */
+VERKV_API verkv_code verkv_sequence_bytes(const verkv_cache_config* config, int64_t tokens,
+                                          verkv_memory_report* appended,
+                                          verkv_memory_report* compressed,
+                                          double* mean_resident_bytes, int64_t* most_fast_bytes,
+                                          int64_t* most_host_bytes, verkv_error* error);
+
 typedef struct verkv_layer_statistics {
   size_t size;
   int64_t steps;

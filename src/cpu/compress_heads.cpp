@@ -18,39 +18,51 @@ void CompressHeads::complete(const LayerStores& stores, std::span<HeadCompressio
       });
 }
 
-// With room for steps on what there will be.
-std::optional<Window> CompressHeads::rest_of_window(const HeadStore& store,
-                                                    const HeadCompression& head,
-                                                    std::int64_t spare) {
-  make_room_(head.layer,
-             {head.end(), store.drawn_residents() + static_cast<std::int64_t>(head.drawn.size()),
-              store.tokens() - head.end() + spare});
-  return store.rest_of_window(shapes_[head.layer], head, spare);
-}
-
-CompressHeads::Prepared CompressHeads::prepare(LayerStores& stores,
-                                               std::vector<HeadCompression> heads,
-                                               std::span<const TensorView> prompt_queries,
-                                               bool keeps_room) {
+CompressHeads::Prepared CompressHeads::plan(LayerStores& stores, std::vector<HeadCompression> heads,
+                                            std::span<const TensorView> prompt_queries,
+                                            std::optional<std::int64_t> spare) {
   complete(stores, heads, prompt_queries);
-  std::int64_t largest_dim = 0;
   Prepared result;
-  for (const HeadCompression& head : heads) {
-    const LayerShape& shape = shapes_[head.layer];
-    HeadStore& store = stores[head.layer][head.head];
-    const SketchShape codes =
-        compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shape);
-    store.reserve_sketch(shape, codes, head);
-    result.windows.push_back(rest_of_window(store, head, keeps_room ? store.spare() : 0));
-    result.added_fast_bytes += verkv::added_fast_bytes(config_, head, codes);
-    largest_dim = std::max(largest_dim, shape.config.key_dim);
-  }
   result.stores = &stores;
-  result.keeps_room = keeps_room;
-  result.scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
-  result.scratch.resize(static_cast<std::size_t>(pool_.size()) * result.scratch_size);
+  result.spare = spare;
   result.heads = std::move(heads);
   return result;
+}
+
+SketchShape CompressHeads::codes_of(const HeadCompression& head, const HeadStore& store) const {
+  return compressor_.needs_basis(head) ? head.basis.shape : store.sketch(shapes_[head.layer]);
+}
+
+StepLengths CompressHeads::lengths_after(const HeadStore& store, const HeadCompression& head,
+                                         std::int64_t spare) {
+  return {head.end(), store.drawn_residents() + static_cast<std::int64_t>(head.drawn.size()),
+          store.tokens() - head.end() + spare};
+}
+
+std::int64_t CompressHeads::bytes(const Prepared& prepared, const FetchRules& rules,
+                                  WorkspaceSizes& out_sizes) const {
+  std::int64_t sum = 0;
+  const std::int64_t spare = prepared.spare.value_or(0);
+  for (const HeadCompression& head : prepared.heads) {
+    const LayerShape& shape = shapes_[head.layer];
+    const HeadStore& store = (*prepared.stores)[head.layer][head.head];
+    sum += store.bytes_to_compress(shape, codes_of(head, store), head, spare);
+    out_sizes.cover(shape, rules, lengths_after(store, head, spare));
+  }
+  return sum;
+}
+
+void CompressHeads::allocate(Prepared& prepared) {
+  std::int64_t largest_dim = 0;
+  for (const HeadCompression& head : prepared.heads) {
+    const LayerShape& shape = shapes_[head.layer];
+    HeadStore& store = (*prepared.stores)[head.layer][head.head];
+    store.reserve_sketch(shape, codes_of(head, store), head);
+    prepared.windows.push_back(store.rest_of_window(shape, head, prepared.spare.value_or(0)));
+    largest_dim = std::max(largest_dim, shape.config.key_dim);
+  }
+  prepared.scratch_size = static_cast<std::size_t>(2 * round_up(largest_dim, kLanes));
+  prepared.scratch.resize(static_cast<std::size_t>(pool_.size()) * prepared.scratch_size);
 }
 
 void CompressHeads::commit(Prepared& prepared) noexcept {
@@ -58,7 +70,7 @@ void CompressHeads::commit(Prepared& prepared) noexcept {
     HeadCompression& head = prepared.heads[static_cast<std::size_t>(i)];
     HeadStore& store = (*prepared.stores)[head.layer][head.head];
     const std::size_t size = prepared.scratch_size;
-    if (!prepared.keeps_room) store.give_room_up();
+    if (!prepared.spare) store.give_room_up();
     store.compress(
         shapes_[head.layer], kernels_, head,
         std::move(prepared.windows[static_cast<std::size_t>(i)]),
@@ -89,16 +101,6 @@ void CompressHeads::prepare_some(LayerStores& stores, PendingCompression& pendin
   pending.take(std::move(heads));
 }
 
-std::int64_t CompressHeads::added_fast_bytes(const LayerStores& stores,
-                                             PendingCompression& pending) const {
-  std::int64_t added = 0;
-  for (const HeadCompression& head : pending.prepared()) {
-    const HeadStore& store = stores[head.layer][head.head];
-    added += verkv::added_fast_bytes(config_, head, store.sketch(shapes_[head.layer]));
-  }
-  return added;
-}
-
 void CompressHeads::finish(LayerStores& stores, PendingCompression& pending) {
   const LayerShape& shape = shapes_[pending.layer()];
   std::vector<HeadStore>& layer = stores[pending.layer()];
@@ -107,7 +109,8 @@ void CompressHeads::finish(LayerStores& stores, PendingCompression& pending) {
     HeadStore& store = layer[head.head];
     // Queries of the tokens to come score from now on.
     if (store.spare() > 0) store.reserve_append(store.spare(), config_.chunk_tokens.has_value());
-    windows.push_back(rest_of_window(store, head, store.spare()));
+    make_room_(head.layer, lengths_after(store, head, store.spare()));
+    windows.push_back(store.rest_of_window(shape, head, store.spare()));
   }
   for (HeadCompression& head : pending.prepared())
     layer[head.head].apply(shape, head, std::move(windows[head.head]));

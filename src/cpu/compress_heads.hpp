@@ -43,32 +43,36 @@ class CompressHeads {
   // A compression that only has to be put in force.
   struct Prepared {
     LayerStores* stores = nullptr;
-    bool keeps_room = false;
+    // Tokens to come, whose room stays; none: so does no reserved room.
+    std::optional<std::int64_t> spare;
     std::vector<HeadCompression> heads;
     std::vector<std::optional<Window>> windows;
-    std::int64_t added_fast_bytes = 0;
     // Of each thread.
     std::vector<float> scratch;
     std::size_t scratch_size = 0;
   };
 
-  // Changes nothing that shows. heads: those of whole layers, or none. keeps_room: for tokens to
-  // come.
-  Prepared prepare(LayerStores& stores, std::vector<HeadCompression> heads,
-                   std::span<const TensorView> prompt_queries, bool keeps_room);
+  // Changes nothing. heads: those of whole layers, or none.
+  Prepared plan(LayerStores& stores, std::vector<HeadCompression> heads,
+                std::span<const TensorView> prompt_queries, std::optional<std::int64_t> spare);
+  // Of the blocks that allocate asks for, on the fast tier. out_sizes: also of workspaces that suffice
+  // then.
+  std::int64_t bytes(const Prepared& prepared, const FetchRules& rules,
+                     WorkspaceSizes& out_sizes) const;
+  // Changes nothing that shows.
+  void allocate(Prepared& prepared);
   void commit(Prepared& prepared) noexcept;
 
   // The same in slices. prepare_some makes up to `count` heads of the next layer ready, its codes too;
-  // changes nothing that shows. What it takes on the fast tier, once all heads of the layer are:
-  // added_fast_bytes. finish then compresses the layer; it throws std::bad_alloc before it changes
-  // anything. Room for tokens to come stays.
+  // changes nothing that shows. finish then compresses the layer; it throws before it changes anything.
+  // Room for tokens to come stays.
   void prepare_some(LayerStores& stores, PendingCompression& pending, std::int64_t count);
-  std::int64_t added_fast_bytes(const LayerStores& stores, PendingCompression& pending) const;
   void finish(LayerStores& stores, PendingCompression& pending);
 
  private:
-  std::optional<Window> rest_of_window(const HeadStore& store, const HeadCompression& head,
-                                       std::int64_t spare);
+  SketchShape codes_of(const HeadCompression& head, const HeadStore& store) const;
+  static StepLengths lengths_after(const HeadStore& store, const HeadCompression& head,
+                                   std::int64_t spare);
   void complete(const LayerStores& stores, std::span<HeadCompression> heads,
                 std::span<const TensorView> prompt_queries);
 

@@ -22,9 +22,11 @@
 #include "cpu/compress_heads.hpp"
 #include "cpu/head_store.hpp"
 #include "cpu/kernels.hpp"
+#include "cpu/sequence_bytes.hpp"
 #include "cpu/step.hpp"
 #include "cpu/workspace.hpp"
 #include "fetch_rules.hpp"
+#include "invalid.hpp"
 #include "manager_access.hpp"
 #include "number_checks.hpp"
 #include "settings.hpp"
@@ -33,8 +35,6 @@
 namespace verkv::cpu {
 namespace {
 
-// Rows of a batch for which a sequence that is created makes room, as KvCacheManager::attend says.
-constexpr std::int64_t kRowsPerSequence = 8;
 // Rows that a thread answers at a time: what they share stays in its caches, and a burst is still
 // shared between threads.
 constexpr std::int64_t kSliceRows = 8;
@@ -50,8 +50,8 @@ class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(const CacheConfig& config)
       : config_(config),
-        fast_(config.fast_allocator),
-        host_(config.host_allocator),
+        fast_(config.fast_allocator, true, config.fast_bytes_limit),
+        host_(config.host_allocator, false, config.host_bytes_limit),
         compressor_(config),
         kernels_(config.study.vector_code ? vector_kernels() : scalar_kernels()),
         pool_(config.executor ? ThreadPool(config.threads.value_or(0), config.executor)
@@ -60,24 +60,17 @@ class CpuBackend final : public Backend {
         statistics_(config.layers.size()) {
     if (config.host == HostTier::file) file_ = std::make_shared<HostFile>(config.host_directory);
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
-      LayerShape shape;
-      shape.config = config.layers[i];
-      shape.storage = config.storage;
-      shape.host = config.host;
+      LayerShape shape = layer_shape(config, i);
       shape.fast = &fast_;
       shape.host_memory = &host_;
       shape.file = file_;
-      if (shape.config.cached) {
-        shape.group = static_cast<int>(shape.config.query_heads / shape.config.kv_heads);
-        shape.scale = logit_scale(shape.config);
-        shape.soft_cap = static_cast<float>(shape.config.soft_cap.value_or(0));
-        shape.clusters = config.study.estimator == Estimator::clusters;
-        shape.sketch = largest_sketch_shape(config.sketch.kind, config.sketch.bits,
-                                            static_cast<int>(shape.config.key_dim));
-      }
       shapes_.push_back(std::move(shape));
       const LayerShape& added = shapes_.back();
-      empty_.push_back(added.config.cached ? std::make_unique<HeadStore>(added) : nullptr);
+      if (added.config.cached) {
+        empty_.push_back(std::make_unique<HeadStore>(std::move(make_heads(added).front())));
+      } else {
+        empty_.push_back(nullptr);
+      }
       if (added.config.cached) sizes_.cover(added, workspaces_.rules(), {});
     }
   }
@@ -121,7 +114,9 @@ class CpuBackend final : public Backend {
       const bool scores = scores_window(from, static_cast<std::int64_t>(layer));
       for (std::size_t h = 0; h < heads.size(); ++h) {
         const std::int64_t spare = parent.layers[layer][h].spare();
-        if (spare > 0) heads[h].reserve_append(spare, scores);
+        if (spare == 0) continue;
+        heads[h].reserve_append(spare, scores);
+        heads[h].keep_room();
       }
     }
     sequences_.emplace(to.value, std::move(sequence));
@@ -144,7 +139,13 @@ class CpuBackend final : public Backend {
     return config_.chunk_tokens && find(id).compressed_before[static_cast<std::size_t>(layer)];
   }
 
-  void reserve(std::span<const Growth> growths) override { reserve(growths, nullptr); }
+  void reserve(std::span<const Growth> growths, Totals& totals) override {
+    reserve(growths, nullptr, totals);
+    for (const Growth& growth : growths) {
+      for (HeadStore& head : find(growth.sequence).layers[static_cast<std::size_t>(growth.layer)])
+        head.keep_room();
+    }
+  }
 
   void append(std::int64_t layer_index, std::span<const AppendPart> parts,
               Totals& totals) override {
@@ -170,7 +171,7 @@ class CpuBackend final : public Backend {
         head.reserve_append(room, scores);
       }
     }
-    if (!growths.empty()) reserve(growths, &totals);
+    if (!growths.empty()) reserve(growths, &totals, totals);
     if (file_) write_ahead(layer, parts);
     for (const AppendPart& part : parts) {
       const Booking booking(&totals, part.sequence, layer_index);
@@ -180,7 +181,7 @@ class CpuBackend final : public Backend {
         heads[h].append(shapes_[layer], kernels_, part.keys, part.values,
                         static_cast<std::int64_t>(h), scores);
         // Of tokens that are taken back no room is kept for forks and compressions.
-        if (!part.reserved) heads[h].give_room_up();
+        if (!part.reserved) heads[h].end_room();
       }
     }
   }
@@ -220,13 +221,17 @@ class CpuBackend final : public Backend {
   }
 
   void compress(SequenceId id, std::span<const ImportanceView> importance,
-                std::span<const TensorView> prompt_queries, const Allow& allow) override {
+                std::span<const TensorView> prompt_queries, Totals& totals) override {
     Sequence& sequence = find(id);
     std::vector<HeadCompression> heads = heads_of_prompt(sequence, importance);
     if (config_.keep >= 1) return;  // the budget covers every token: all stay resident and exact
     CompressHeads::Prepared prepared =
-        compress_heads_.prepare(sequence.layers, std::move(heads), prompt_queries, false);
-    allow(prepared.added_fast_bytes);
+        compress_heads_.plan(sequence.layers, std::move(heads), prompt_queries, std::nullopt);
+    WorkspaceSizes sizes = sizes_;
+    const std::int64_t more = compress_heads_.bytes(prepared, workspaces_.rules(), sizes);
+    totals.allow({0, more + workspaces_.bytes_to_reserve(workspaces_.count(), sizes)});
+    make_room(sizes);
+    compress_heads_.allocate(prepared);
     compress_heads_.commit(prepared);
     mark_compressed(sequence);
     give_back();
@@ -241,14 +246,13 @@ class CpuBackend final : public Backend {
     mark_compressed(sequence);
   }
 
-  std::int64_t continue_compress(SequenceId id, std::int64_t heads, const Allow& allow) override {
+  std::int64_t continue_compress(SequenceId id, std::int64_t heads, Totals&) override {
     Sequence& sequence = find(id);
     PendingCompression& pending = *sequence.pending;
     const std::int64_t done = std::min(heads, pending.left_of_layer());
     compress_heads_.prepare_some(sequence.layers, pending, heads);
     if (pending.left_of_layer() > 0) return done;
     const std::size_t layer = pending.layer();
-    allow(compress_heads_.added_fast_bytes(sequence.layers, pending));
     compress_heads_.finish(sequence.layers, pending);
     sequence.compressed_before[layer] = true;
     if (!pending.finish_layer()) return done;
@@ -317,7 +321,7 @@ class CpuBackend final : public Backend {
     pool_.run(
         static_cast<std::int64_t>(slices_.size()) * c.kv_heads,
         [&](int worker, std::int64_t index) {
-          const Slice& slice = slices_[static_cast<std::size_t>(index / c.kv_heads)];
+          const RowSlice& slice = slices_[static_cast<std::size_t>(index / c.kv_heads)];
           attend_slice(layer, index % c.kv_heads, slice, batch, answers, workspaces_.of(worker));
         },
         workspaces_.count());
@@ -387,7 +391,7 @@ class CpuBackend final : public Backend {
     return workspaces_.bytes() +
            static_cast<std::int64_t>(query_reports_.capacity() * sizeof(QueryHeadReport) +
                                      kv_reports_.capacity() * sizeof(KvHeadReport) +
-                                     slices_.capacity() * sizeof(Slice));
+                                     slices_.capacity() * sizeof(RowSlice));
   }
 
  private:
@@ -454,8 +458,7 @@ class CpuBackend final : public Backend {
   void reserve_rows_for_one_more() {
     const std::int64_t rows = kRowsPerSequence * (static_cast<std::int64_t>(sequences_.size()) + 1);
     workspaces_.reserve(workspaces_for(sequences_.size() + 1), sizes_);
-    // Between two that are asked there may be one that is not.
-    slices_.reserve(static_cast<std::size_t>(2 * rows + 1));
+    slices_.reserve(static_cast<std::size_t>(most_slices(rows)));
     reserve(query_reports_, rows, &LayerConfig::query_heads);
     reserve(kv_reports_, rows, &LayerConfig::kv_heads);
     rows_ = std::max(rows_, rows);
@@ -472,14 +475,6 @@ class CpuBackend final : public Backend {
     const std::size_t count = static_cast<std::size_t>(rows * most);
     if (reports.size() < count) reports.resize(count);
   }
-
-  // Consecutive rows of one sequence that one thread answers, one KV head after the other.
-  struct Slice {
-    std::int64_t first = 0;
-    std::int64_t rows = 1;
-    // Newest tokens of the sequence that the first row does not see.
-    std::int64_t back = 0;
-  };
 
   // Where reports go.
   struct Answers {
@@ -535,7 +530,7 @@ class CpuBackend final : public Backend {
     *step.kv_report = {};
   }
 
-  void attend_slice(std::size_t layer, std::int64_t head, const Slice& slice,
+  void attend_slice(std::size_t layer, std::int64_t head, const RowSlice& slice,
                     const AttendBatch& batch, const Answers& answers, Workspace& workspace) {
     const LayerShape& shape = shapes_[layer];
     std::vector<HeadStore>& heads =
@@ -562,7 +557,7 @@ class CpuBackend final : public Backend {
     const std::size_t query_heads = static_cast<std::size_t>(shapes_[layer].config.query_heads);
     const std::size_t kv_heads = static_cast<std::size_t>(shapes_[layer].config.kv_heads);
     LayerStatistics& statistics = statistics_[layer];
-    for (const Slice& slice : slices_) {
+    for (const RowSlice& slice : slices_) {
       const std::size_t first = static_cast<std::size_t>(slice.first);
       const std::size_t rows = static_cast<std::size_t>(slice.rows);
       statistics.steps += slice.rows;
@@ -628,6 +623,9 @@ class CpuBackend final : public Backend {
   void make_room(std::size_t layer, const StepLengths& lengths) {
     WorkspaceSizes sizes = sizes_;
     sizes.cover(shapes_[layer], workspaces_.rules(), lengths);
+    make_room(sizes);
+  }
+  void make_room(const WorkspaceSizes& sizes) {
     workspaces_.reserve(workspaces_.count(), sizes);
     sizes_ = sizes;
   }
@@ -674,26 +672,56 @@ class CpuBackend final : public Backend {
     sequence.layers[layer] = std::move(heads);
   }
 
-  // totals: none where the caller keeps them.
-  void reserve(std::span<const Growth> growths, Totals* totals) {
+  // booked: none where the caller keeps the totals.
+  void reserve(std::span<const Growth> growths, Totals* booked, const Totals& totals) {
     std::vector<CompressHeads::Prepared> prepared;
     std::vector<Leaving> leaving;
+    WorkspaceSizes sizes = sizes_;
+    TierBytes more;
     for (const Growth& growth : growths) {
-      const Booking booking(totals, growth.sequence, growth.layer);
+      prepared.push_back(plan_outgrown(growth));
+      more.add(bytes_to_grow(growth, sizes));
+      more.fast += compress_heads_.bytes(prepared.back(), workspaces_.rules(), sizes);
+    }
+    more.fast += workspaces_.bytes_to_reserve(workspaces_.count(), sizes);
+    if (more.host > 0 || more.fast > 0) totals.allow(more);
+    make_room(sizes);
+    for (std::size_t i = 0; i < growths.size(); ++i) {
+      const Booking booking(booked, growths[i].sequence, growths[i].layer);
       // First, since what a compression leaves of a window keeps its room.
-      make_room(growth);
-      prepared.push_back(prepare_outgrown(growth));
-      leaving.push_back(prepare_leaving(growth));
+      make_room(growths[i]);
+      compress_heads_.allocate(prepared[i]);
+      leaving.push_back(prepare_leaving(growths[i]));
     }
     // Nothing fails from here on.
     for (std::size_t i = 0; i < growths.size(); ++i) {
       const Growth& growth = growths[i];
-      const Booking booking(totals, growth.sequence, growth.layer);
+      const Booking booking(booked, growth.sequence, growth.layer);
       for (HeadStore& store : find(growth.sequence).layers[static_cast<std::size_t>(growth.layer)])
         store.window_scores().settle();
       compress_heads_.commit(prepared[i]);
       commit(leaving[i]);
     }
+  }
+
+  // Of the blocks that make_room allocates. out_sizes: of workspaces that suffice.
+  TierBytes bytes_to_grow(const Growth& growth, WorkspaceSizes& out_sizes) const {
+    const std::size_t layer = static_cast<std::size_t>(growth.layer);
+    const std::vector<HeadStore>& heads = find(growth.sequence).layers[layer];
+    const bool scores = scores_window(growth.sequence, growth.layer);
+    TierBytes sum;
+    StepLengths lengths;
+    if (growth.tokens == 0) return sum;
+    for (std::int64_t h = 0; h < shapes_[layer].config.kv_heads; ++h) {
+      const HeadStore& head = heads.empty() ? *empty_[layer] : heads[static_cast<std::size_t>(h)];
+      sum.add(head.bytes_to_append(growth.tokens, scores));
+      if (shapes_[layer].config.window)
+        sum.fast += head.bytes_to_leave(shapes_[layer], leaving_tokens(layer, head), growth.tokens);
+      lengths.cover({head.compressed(), head.drawn_residents(),
+                     head.tokens() - head.compressed() + growth.tokens});
+    }
+    out_sizes.cover(shapes_[layer], workspaces_.rules(), lengths);
+    return sum;
   }
 
   void make_room(const Growth& growth) {
@@ -705,11 +733,10 @@ class CpuBackend final : public Backend {
     }
     const bool scores = scores_window(growth.sequence, growth.layer);
     for (HeadStore& head : heads) head.reserve_append(growth.tokens, scores);
-    make_room(layer, step_lengths(heads));
   }
 
   // Decode: the oldest chunks of a local window that has outgrown its size.
-  CompressHeads::Prepared prepare_outgrown(const Growth& growth) {
+  CompressHeads::Prepared plan_outgrown(const Growth& growth) {
     const std::size_t layer = static_cast<std::size_t>(growth.layer);
     Sequence& sequence = find(growth.sequence);
     if (!sequence.compressed_before[layer] || is_pending(sequence, layer)) return {};
@@ -722,8 +749,13 @@ class CpuBackend final : public Backend {
       for (std::int64_t i = 0; i < outgrown; ++i)
         score.push_back(store.window_scores().settled_score(i));
     }
-    return compress_heads_.prepare(
-        sequence.layers, compressor_.window(sequence.draw, layer, lengths, score), {}, true);
+    return compress_heads_.plan(sequence.layers,
+                                compressor_.window(sequence.draw, layer, lengths, score), {},
+                                growth.tokens);
+  }
+
+  std::int64_t leaving_tokens(std::size_t layer, const HeadStore& head) const {
+    return head.residents() - window_tokens(config_, shapes_[layer].config);
   }
 
   // Tokens that leave a sliding window.
@@ -739,7 +771,7 @@ class CpuBackend final : public Backend {
     std::vector<HeadStore>& heads = find(growth.sequence).layers[layer];
     if (!shape.config.window || heads.empty()) return {};
     Leaving result;
-    result.count = heads.front().residents() - window_tokens(config_, shape.config);
+    result.count = leaving_tokens(layer, heads.front());
     if (result.count <= 0) return {};
     result.heads = &heads;
     for (const HeadStore& head : heads)
@@ -780,7 +812,7 @@ class CpuBackend final : public Backend {
   // There is room for steps of so many rows.
   std::int64_t rows_ = 0;
   // Of a step; with room for as many rows as the reports.
-  AlignedVector<Slice> slices_{&fast_};
+  AlignedVector<RowSlice> slices_{&fast_};
 };
 
 }  // namespace
@@ -792,6 +824,13 @@ std::unique_ptr<KvCacheManager> make_cpu_cache(CacheConfig config) {
   check_config(config);
   auto backend = std::make_unique<cpu::CpuBackend>(config);
   return ManagerAccess::make(std::move(config), std::move(backend));
+}
+
+SequenceBytes sequence_bytes(const CacheConfig& config, std::int64_t tokens) {
+  check_config(config);
+  constexpr std::int64_t kMost = (std::int64_t{1} << 32) - 1;
+  if (tokens < 0 || tokens > kMost) invalid("{} tokens; a sequence has 0 to {}", tokens, kMost);
+  return cpu::estimated_bytes(config, tokens);
 }
 
 }  // namespace verkv

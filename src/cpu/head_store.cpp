@@ -59,6 +59,12 @@ Drawn Drawn::fork() {
   return result;
 }
 
+HeadBasis::HeadBasis(const LayerShape& shape, const SketchShape& codes) : HeadBasis(shape.fast) {
+  if (!has_codes(shape.sketch.kind)) return;
+  channel_means.resize(bytes(shape.config.key_dim));
+  query.resize(bytes(codes.dim * shape.config.key_dim));
+}
+
 std::int64_t HeadBasis::fast_bytes() const { return used_bytes(query) + used_bytes(channel_means); }
 
 std::int64_t HeadBasis::main_bytes() const {
@@ -72,12 +78,8 @@ Sketched::Sketched(const LayerShape& shape, const SketchShape& form)
       centroid(kPageShift, shape.value_bytes(), shape.fast),
       spread(kPageShift, sizeof(Positive16), shape.fast),
       position(by_place<std::uint32_t>(nullptr)),
-      drawn(shape),
-      basis(std::make_shared<HeadBasis>(shape.fast)) {
+      drawn(shape) {
   static_assert(kSketchGroup == 1 << 4);
-  if (!has_codes(shape.sketch.kind)) return;
-  basis->channel_means.resize(bytes(shape.config.key_dim));
-  basis->query.resize(bytes(form.dim * shape.config.key_dim));
 }
 
 std::unique_ptr<Sketched> Sketched::fork() {
@@ -143,6 +145,14 @@ void HeadStore::reserve_append(std::int64_t count, bool scores) {
   room_ = tokens() + count;
 }
 
+TierBytes HeadStore::bytes_to_append(std::int64_t count, bool scores) const {
+  TierBytes more;
+  if (sliding_ == 0) more = {host_.bytes_for_more(count), scores_.bytes_to_reserve(count, scores)};
+  if (!host_.is_engine())
+    more.fast += window_.key.bytes_for_more(count) + window_.value.bytes_for_more(count);
+  return more;
+}
+
 bool HeadStore::has_room(std::int64_t count, bool scores) const {
   return count <= spare() &&
          (sliding_ > 0 || (scores_.has_room(count, scores) && host_.has_room(count))) &&
@@ -203,7 +213,11 @@ void HeadStore::reserve_sketch(const LayerShape& shape, const SketchShape& codes
   const std::int64_t end = head.end();
   const std::int64_t padded = round_up(end, kSketchGroup);
   // What a compression that failed has left may have codes of another form.
-  if (begin == 0) sketched_ = std::make_unique<Sketched>(shape, codes);
+  if (begin == 0) {
+    auto made = std::make_unique<Sketched>(shape, codes);
+    made->basis = std::make_shared<HeadBasis>(shape, codes);
+    sketched_ = std::move(made);
+  }
   Sketched& s = *sketched_;
   s.odds.reserve(begin, padded);
   s.position.reserve(begin, end);
@@ -240,6 +254,36 @@ std::optional<Window> HeadStore::reserve_compress(const LayerShape& shape, const
                                                   const HeadCompression& head, std::int64_t spare) {
   reserve_sketch(shape, codes, head);
   return rest_of_window(shape, head, spare);
+}
+
+std::int64_t HeadStore::bytes_to_compress(const LayerShape& shape, const SketchShape& codes,
+                                          const HeadCompression& head, std::int64_t spare) const {
+  const std::int64_t begin = compressed_;
+  const std::int64_t end = head.end();
+  const std::int64_t padded = round_up(end, kSketchGroup);
+  const Sketched fresh(shape, codes);
+  const Sketched& s = begin == 0 ? fresh : *sketched_;
+  const std::int64_t drawn = static_cast<std::int64_t>(head.drawn.size());
+  std::int64_t sum = s.odds.bytes_to_reserve(begin, padded) + s.drawn.key.bytes_for_more(drawn) +
+                     s.drawn.value.bytes_for_more(drawn) + s.drawn.place.bytes_for_more(drawn);
+  if (has_codes(shape.sketch.kind)) {
+    sum += s.codes.bytes_to_reserve(begin / kSketchGroup, padded / kSketchGroup) +
+           s.scale.bytes_to_reserve(begin, padded);
+    if (begin == 0)
+      sum += shape.config.key_dim *
+             static_cast<std::int64_t>(sizeof(float) +
+                                       static_cast<std::size_t>(codes.dim) * sizeof(Half));
+  }
+  if (shape.clusters) {
+    sum += s.centroid.bytes_to_reserve(begin / kClusterTokens, clusters_of(end)) +
+           s.spread.bytes_to_reserve(begin / kClusterTokens, clusters_of(end));
+  }
+  const std::int64_t gone = end - begin;
+  if (host_.is_engine()) return sum;
+  if (gone < window_.key.size() && !window_.key.holds_on(gone)) return sum;
+  const Window rest(shape);
+  const std::int64_t left = window_.key.size() - gone + spare;
+  return sum + rest.key.bytes_for_more(left) + rest.value.bytes_for_more(left);
 }
 
 void HeadStore::encode_place(const LayerShape& shape, const Kernels& kernels, std::int64_t place,

@@ -27,6 +27,7 @@
 #include "settings.hpp"
 #include "sketch_basis.hpp"
 #include "spread_order.hpp"
+#include "tier_bytes.hpp"
 
 namespace verkv::cpu {
 
@@ -83,6 +84,8 @@ Rows values_of(const LayerShape& shape, const Part& part, std::int64_t first) {
 // What a head's first compression fixes. Shared by forks.
 struct HeadBasis {
   explicit HeadBasis(const TierMemory* fast) : query(fast), channel_means(fast) {}
+  // With room for codes of this form.
+  HeadBasis(const LayerShape& shape, const SketchShape& codes);
 
   SketchBasis sketch;  // empty where the sketch is exact; its query is the next
   AlignedVector<Half> query;
@@ -95,6 +98,7 @@ struct HeadBasis {
 
 // Sketch and odds of the compressed tokens, by place, and their residents.
 struct Sketched {
+  // Without a basis.
   Sketched(const LayerShape& shape, const SketchShape& codes);
   PagedRows codes;                      // whole groups of kSketchGroup places
   PagedRows scale;                      // Positive16, whole groups
@@ -198,17 +202,26 @@ class HeadStore {
   // Room for `count` more tokens; afterwards append of them cannot fail, also where a compression or
   // a redraw comes between. scores: whether queries of these tokens are to score the local window.
   void reserve_append(std::int64_t count, bool scores);
+  // Of the blocks that it would allocate.
+  TierBytes bytes_to_append(std::int64_t count, bool scores) const;
   // Of a layer with a sliding window: tokens that have left it. Those that are held follow.
   std::int64_t left() const { return left_; }
   // Room for the oldest `count` to leave, fewer than are held, with room for as many more as there is
   // now; afterwards leave cannot fail. The result is what is left where it moves. sliding_window.cpp.
   std::optional<Window> reserve_leave(const LayerShape& shape, std::int64_t count) const;
   void leave(std::int64_t count, std::optional<Window>&& rest) noexcept;
+  // Of the blocks that reserve_leave would allocate, on the fast tier.
+  std::int64_t bytes_to_leave(const LayerShape& shape, std::int64_t count,
+                              std::int64_t spare) const;
 
   // Whether append of so many writes to memory that no fork holds, and needs no more of it.
   bool has_room(std::int64_t count, bool scores) const;
-  // What there is room for is no longer kept free; nothing is freed.
-  void give_room_up() noexcept { room_ = 0; }
+  // What there is room for stays reserved, whatever is appended without; until give_room_up.
+  void keep_room() noexcept { kept_room_ = room_; }
+  // Only that is kept free from now on; nothing is freed.
+  void end_room() noexcept { room_ = kept_room_; }
+  // Nothing is.
+  void give_room_up() noexcept { room_ = kept_room_ = 0; }
   // Of a file: puts tokens of KV head `head` of the views where append of them makes them count. There is
   // room. Throws FileError.
   void write_ahead(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,
@@ -228,6 +241,9 @@ class HeadStore {
   // result is the window that is left where it moves, with room for `spare` more tokens.
   std::optional<Window> reserve_compress(const LayerShape& shape, const SketchShape& codes,
                                          const HeadCompression& head, std::int64_t spare);
+  // Of the blocks that it would allocate on the fast tier.
+  std::int64_t bytes_to_compress(const LayerShape& shape, const SketchShape& codes,
+                                 const HeadCompression& head, std::int64_t spare) const;
   // Compresses positions [compressed, head.end()); takes basis and order out of `head`. The keys'
   // centre is that of the first head.first_tokens, at a first compression.
   // scratch: twice key_dim rounded up to 16, in floats.
@@ -305,6 +321,7 @@ class HeadStore {
   WindowScores scores_;
   // There is room for so many tokens.
   std::int64_t room_ = 0;
+  std::int64_t kept_room_ = 0;
   std::unique_ptr<Sketched> sketched_;  // null before the first compression
 };
 

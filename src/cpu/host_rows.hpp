@@ -18,6 +18,7 @@
 #include "cpu/layer_shape.hpp"
 #include "cpu/paged_rows.hpp"
 #include "rows.hpp"
+#include "tier_bytes.hpp"
 
 namespace verkv::cpu {
 
@@ -69,6 +70,11 @@ class HostRows {
 
   // Room for `count` more; afterwards append of them cannot fail. In a file: throws what it does.
   void reserve_more(std::int64_t count);
+  // What it would add to the host tier.
+  std::int64_t bytes_for_more(std::int64_t count) const {
+    if (is_file()) return file_rows_added(size(), count) * own_.row_bytes();
+    return is_engine() ? 0 : own_.bytes_for_more(count);
+  }
   bool has_room(std::int64_t count) const;
   // Tokens of KV head `head` of the views; not of a file, whose rows are written before they count.
   void append(const LayerShape& shape, const Kernels& kernels, const TensorView& keys,

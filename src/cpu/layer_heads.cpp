@@ -6,9 +6,26 @@
 #include <vector>
 
 #include "cpu/head_store.hpp"
+#include "fetch_rules.hpp"
 #include "invalid.hpp"
+#include "sketch_basis.hpp"
 
 namespace verkv::cpu {
+
+LayerShape layer_shape(const CacheConfig& config, std::size_t layer) {
+  LayerShape shape;
+  shape.config = config.layers[layer];
+  shape.storage = config.storage;
+  shape.host = config.host;
+  if (!shape.config.cached) return shape;
+  shape.group = static_cast<int>(shape.config.query_heads / shape.config.kv_heads);
+  shape.scale = logit_scale(shape.config);
+  shape.soft_cap = static_cast<float>(shape.config.soft_cap.value_or(0));
+  shape.clusters = config.study.estimator == Estimator::clusters;
+  shape.sketch = largest_sketch_shape(config.sketch.kind, config.sketch.bits,
+                                      static_cast<int>(shape.config.key_dim));
+  return shape;
+}
 
 std::vector<HeadStore> make_heads(const LayerShape& shape) {
   std::shared_ptr<EngineRows> engine;

@@ -2,6 +2,7 @@
 #ifndef VERKV_SRC_CPU_LAYER_SHAPE_HPP
 #define VERKV_SRC_CPU_LAYER_SHAPE_HPP
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -42,6 +43,9 @@ struct LayerShape {
   // Of a value that is stored beside its key.
   std::int64_t own_value_bytes() const { return config.value_is_key_prefix ? 0 : value_bytes(); }
 };
+
+// Without memory of the tiers. layer_heads.cpp.
+LayerShape layer_shape(const CacheConfig& config, std::size_t layer);
 
 }  // namespace verkv::cpu
 

@@ -75,19 +75,31 @@ bool PagedRows::has_room(std::int64_t count) const {
   return end + count <= capacity() && !is_shared_from(end >> page_shift_);
 }
 
-void PagedRows::reserve(std::int64_t from, std::int64_t end) {
-  if (end <= from) return;
+PagedRows::NewBlock PagedRows::new_block(std::int64_t from, std::int64_t end) const {
+  if (end <= from) return {};
   const std::int64_t used = front_ + from;
   const std::int64_t page = used >> page_shift_;
   const bool is_there = page < static_cast<std::int64_t>(pages_.size());
   const std::int64_t room = capacity();
   const bool moves =
       is_there && (is_shared_from(page) || (front_ + end > room && room % page_rows() != 0));
-  if (!moves && front_ + end <= room) return;
-  const std::int64_t first_page = moves ? page : static_cast<std::int64_t>(pages_.size());
+  if (!moves && front_ + end <= room) return {};
+  NewBlock result;
+  result.first_page = moves ? page : static_cast<std::int64_t>(pages_.size());
   // Rows that stay, of the page that moves and of what has been reserved or written behind it.
-  const std::int64_t kept = moves ? front_ + size_ - first_page * page_rows() : 0;
-  const std::int64_t rows = rows_to_allocate(first_page, front_ + std::max(end, size_));
+  result.kept = moves ? front_ + size_ - result.first_page * page_rows() : 0;
+  result.rows = rows_to_allocate(result.first_page, front_ + std::max(end, size_));
+  return result;
+}
+
+std::int64_t PagedRows::bytes_to_reserve(std::int64_t from, std::int64_t end) const {
+  const std::int64_t rows = new_block(from, end).rows;
+  return rows > 0 ? PageBlock::kHeaderBytes + rows * row_bytes_ : 0;
+}
+
+void PagedRows::reserve(std::int64_t from, std::int64_t end) {
+  const auto [first_page, kept, rows] = new_block(from, end);
+  if (rows == 0) return;
   PageBlock block(rows, row_bytes_, memory_);
   reserve_table(pages_,
                 static_cast<std::size_t>(first_page + in_units(rows, page_rows()) / page_rows()));

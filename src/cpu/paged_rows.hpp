@@ -100,6 +100,11 @@ class PagedRows {
   // Makes rows [from, end) the caller's to write, for from <= size() <= end; after it resize to at
   // most `end` cannot fail. Throws std::bad_alloc and changes nothing that can be read.
   void reserve(std::int64_t from, std::int64_t end);
+  // Of the block that reserve would allocate; 0: none.
+  std::int64_t bytes_to_reserve(std::int64_t from, std::int64_t end) const;
+  std::int64_t bytes_for_more(std::int64_t count) const {
+    return bytes_to_reserve(size_, size_ + count);
+  }
   // Whether `count` more need no reserve: there is room, and nobody else holds it.
   bool has_room(std::int64_t count) const;
   // Room for `count` more.
@@ -140,6 +145,13 @@ class PagedRows {
   // Index of the slab of a page.
   std::size_t slab_of(std::int64_t page) const;
   bool is_shared_from(std::int64_t page) const;
+  // What reserve does: a block in place of the pages from first_page on, of which `kept` rows stay.
+  struct NewBlock {
+    std::int64_t first_page = 0;
+    std::int64_t kept = 0;
+    std::int64_t rows = 0;  // 0: none
+  };
+  NewBlock new_block(std::int64_t from, std::int64_t end) const;
   std::int64_t rows_to_allocate(std::int64_t first_page, std::int64_t end) const;
   void add(PageBlock block, std::int64_t first_page) noexcept;
   std::int64_t rows_in(std::size_t slab) const;

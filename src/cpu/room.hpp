@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 
 namespace verkv::cpu {
 
@@ -14,6 +15,15 @@ void reserve_more(Vector& vector, std::size_t more) {
   if (wanted > vector.capacity()) {
     vector.reserve(std::max(wanted, vector.capacity() + vector.capacity() / 2));
   }
+}
+
+// Bytes that reserve_more would allocate.
+template <class Vector>
+std::int64_t bytes_for_more(const Vector& vector, std::size_t more) {
+  const std::size_t wanted = vector.size() + more;
+  if (wanted <= vector.capacity()) return 0;
+  return static_cast<std::int64_t>(std::max(wanted, vector.capacity() + vector.capacity() / 2) *
+                                   sizeof(vector[0]));
 }
 
 // Gives back memory of which less than half is used, if that is possible; room for `spare` more

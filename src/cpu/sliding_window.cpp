@@ -36,6 +36,14 @@ std::optional<Window> HeadStore::reserve_leave(const LayerShape& shape, std::int
   return rest;
 }
 
+std::int64_t HeadStore::bytes_to_leave(const LayerShape& shape, std::int64_t count,
+                                       std::int64_t spare) const {
+  if (count <= 0 || !window_.key.holds_on(count)) return 0;
+  const Window rest(shape);
+  const std::int64_t left = window_.key.size() - count + spare;
+  return rest.key.bytes_for_more(left) + rest.value.bytes_for_more(left);
+}
+
 void HeadStore::leave(std::int64_t count, std::optional<Window>&& rest) noexcept {
   if (rest) {
     window_ = std::move(*rest);

@@ -2,8 +2,11 @@
 #ifndef VERKV_SRC_CPU_TIER_MEMORY_HPP
 #define VERKV_SRC_CPU_TIER_MEMORY_HPP
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <new>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -14,30 +17,34 @@ namespace verkv::cpu {
 // Every block of a tier: cache-line aligned, so that rows and codes do not straddle lines needlessly.
 inline constexpr std::size_t kTierAlignment = 64;
 
-// Outlives what it gives. Any thread may call. null stands for operator new.
+// Outlives what it gives, and keeps to the tier's limit. Any thread may call. null stands for operator
+// new.
 class TierMemory {
  public:
-  explicit TierMemory(const TierAllocator& allocator) : allocator_(allocator) {}
+  TierMemory(const TierAllocator& allocator, bool is_fast, std::optional<std::int64_t> limit)
+      : allocator_(allocator), limit_(limit), is_fast_(is_fast) {}
 
-  // Throws std::bad_alloc.
+  // Throws CapacityError beyond the limit, and std::bad_alloc.
   static void* allocate(const TierMemory* from, std::size_t bytes) {
-    if (from == nullptr || from->allocator_.allocate == nullptr)
-      return ::operator new (bytes, std::align_val_t{kTierAlignment});
-    const TierAllocator& engine = from->allocator_;
-    void* const memory = engine.allocate(engine.user, bytes, kTierAlignment);
-    if (memory == nullptr) throw std::bad_alloc();
-    return memory;
+    return from != nullptr ? from->get(bytes)
+                           : ::operator new (bytes, std::align_val_t{kTierAlignment});
   }
   static void release(const TierMemory* to, void* memory, std::size_t bytes) noexcept {
-    if (to == nullptr || to->allocator_.release == nullptr) {
-      ::operator delete (memory, std::align_val_t{kTierAlignment});
+    if (to != nullptr) {
+      to->put(memory, bytes);
     } else {
-      to->allocator_.release(to->allocator_.user, memory, bytes, kTierAlignment);
+      ::operator delete (memory, std::align_val_t{kTierAlignment});
     }
   }
 
  private:
+  void* get(std::size_t bytes) const;
+  void put(void* memory, std::size_t bytes) const noexcept;
+
   TierAllocator allocator_;
+  std::optional<std::int64_t> limit_;
+  bool is_fast_;
+  mutable std::atomic<std::int64_t> held_{0};
 };
 
 // Of the standard containers. A copy of a container is in the same tier.

@@ -16,6 +16,14 @@ void WindowScores::reserve(std::int64_t count, bool scores) {
   if (wanted > given_.size()) reserve_more(given_, wanted - given_.size());
 }
 
+std::int64_t WindowScores::bytes_to_reserve(std::int64_t count, bool scores) const {
+  const std::size_t n = static_cast<std::size_t>(count);
+  const std::int64_t bytes = bytes_for_more(square_, n) + bytes_for_more(steps_, n);
+  const std::size_t wanted =
+      scores ? static_cast<std::size_t>(given_numbers(count, tokens() + count)) : 0;
+  return wanted > given_.size() ? bytes + bytes_for_more(given_, wanted - given_.size()) : bytes;
+}
+
 bool WindowScores::has_room(std::int64_t count, bool scores) const {
   const std::size_t all = static_cast<std::size_t>(tokens() + count);
   if (all > square_.capacity() || all > steps_.capacity()) return false;

@@ -27,6 +27,8 @@ class WindowScores {
   // Room for `count` more tokens; afterwards append of them cannot fail. scores: whether queries of
   // these tokens are to score.
   void reserve(std::int64_t count, bool scores);
+  // Bytes that reserve would allocate.
+  std::int64_t bytes_to_reserve(std::int64_t count, bool scores) const;
   // Whether `count` more need no reserve.
   bool has_room(std::int64_t count, bool scores) const;
   // Takes in what queries have given so far, and adds tokens without a score. scores: as above; of

@@ -121,6 +121,7 @@ void Workspace::resize(const WorkspaceSizes& sizes) {
     array.resize(static_cast<std::size_t>(n));
   });
   made.sizes_ = sizes;
+  made.bytes_ = sizes.bytes();
   *this = std::move(made);
 }
 
@@ -141,6 +142,21 @@ void Workspaces::reserve(int count, const WorkspaceSizes& sizes) {
     if (!of(i).sizes().covers(all)) of(i).resize(all);
     count_ = std::max(count_, i + 1);
   }
+}
+
+std::int64_t Workspaces::bytes_to_reserve(int count, const WorkspaceSizes& sizes) const {
+  WorkspaceSizes all = sizes;
+  if (count_ > 0) all.cover(of_thread_.front().sizes());
+  const int wanted = std::clamp(count, count_, static_cast<int>(of_thread_.size()));
+  std::int64_t sum = 0;
+  std::int64_t replaced = 0;
+  for (int i = 0; i < wanted; ++i) {
+    const Workspace& one = of_thread_[static_cast<std::size_t>(i)];
+    if (one.sizes().covers(all)) continue;
+    sum += all.bytes() - one.bytes();
+    replaced = std::max(replaced, one.bytes());
+  }
+  return sum + replaced;
 }
 
 void Workspaces::give_back(int count, const WorkspaceSizes& sizes) noexcept {

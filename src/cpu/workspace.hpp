@@ -136,7 +136,7 @@ struct Workspace {
   // Throws std::bad_alloc, and then is what it was. What it held is gone.
   void resize(const WorkspaceSizes& sizes);
   const WorkspaceSizes& sizes() const { return sizes_; }
-  std::int64_t bytes() const { return sizes_.bytes(); }
+  std::int64_t bytes() const { return bytes_; }
 
   // ---- [row and query head][stride] arrays ----
   // Scaled, zero-padded.
@@ -190,6 +190,7 @@ struct Workspace {
  private:
   const TierMemory* memory_;
   WorkspaceSizes sizes_;
+  std::int64_t bytes_ = 0;
 };
 
 // The workspaces of a backend's threads, all of one size. Whatever makes a layer's heads longer calls
@@ -203,6 +204,8 @@ class Workspaces {
 
   // Makes them at least as many and as large. Throws std::bad_alloc; what is there stays usable.
   void reserve(int count, const WorkspaceSizes& sizes);
+  // How much more that allocates, with one that is replaced.
+  std::int64_t bytes_to_reserve(int count, const WorkspaceSizes& sizes) const;
   // Gives back those beyond `count`, and of the others what is beyond `sizes`.
   void give_back(int count, const WorkspaceSizes& sizes) noexcept;
   // So many tasks may run side by side, of threads [0, count()).
@@ -219,6 +222,30 @@ class Workspaces {
   std::vector<Workspace> of_thread_;
   int count_ = 0;
 };
+
+// Rows of a batch for which a sequence that is created makes room, as KvCacheManager::attend says.
+inline constexpr std::int64_t kRowsPerSequence = 8;
+
+// Consecutive rows of one sequence that one thread answers, one KV head after the other.
+struct RowSlice {
+  std::int64_t first = 0;
+  std::int64_t rows = 1;
+  // Newest tokens of the sequence that the first row does not see.
+  std::int64_t back = 0;
+};
+
+// Between two rows that are asked there may be one that is not.
+constexpr std::int64_t most_slices(std::int64_t rows) { return 2 * rows + 1; }
+
+// Of what is known of rows, which so many sequences make room for.
+constexpr std::int64_t step_rows_bytes(std::int64_t sequences, std::int64_t query_heads,
+                                       std::int64_t kv_heads) {
+  const std::int64_t rows = kRowsPerSequence * sequences;
+  return static_cast<std::int64_t>(
+      sizeof(QueryHeadReport) * static_cast<std::size_t>(rows * query_heads) +
+      sizeof(KvHeadReport) * static_cast<std::size_t>(rows * kv_heads) +
+      sizeof(RowSlice) * static_cast<std::size_t>(most_slices(rows)));
+}
 
 // Rows of a step, of one sequence: `rows` queries of its last tokens from the workspace's `first` on,
 // where row 0 is the first of those that are answered together.

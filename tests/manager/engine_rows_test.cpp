@@ -373,7 +373,7 @@ TEST_CASE("An engine's rows are no memory of the cache", "[cpu]") {
   CacheConfig config;
   config.layers = {layer_of(8, 1, 128, 128)};
   config.threads = 1;
-  config.fast_bytes_limit = 1'500'000;
+  config.fast_bytes_limit = 2'000'000;
   config.host_bytes_limit = 0;
   const std::int64_t tokens = 2048;
   const std::vector<Half> numbers = [] {

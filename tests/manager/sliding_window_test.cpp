@@ -219,8 +219,8 @@ TEST_CASE("A sliding window takes the bytes of its tokens, on the fast tier alon
   Random random(275);
   CacheConfig config = sliding_config();
   const std::int64_t row = 2 * (40 + 24) * 4;
-  const std::int64_t most = (kWindow + kMargin + 3) * row;
-  config.fast_bytes_limit = most;
+  // Pages of the window, those beside them while it moves, and the buffers of a step.
+  config.fast_bytes_limit = 180'000;
   config.host_bytes_limit = 0;
   const auto cache = make_cache(config);
   Follower one = follow(config, *cache, random, 700);
@@ -237,13 +237,13 @@ TEST_CASE("A sliding window takes the bytes of its tokens, on the fast tier alon
   CHECK(cache->memory(one.sequence).metadata_bytes == 0);
   // Pages that have left are free.
   CHECK(cache->memory(one.sequence).reserved_bytes < 3 * 64 * row);
-  CHECK_THROWS_AS(cache->append(one.sequence, 0, one.rows.keys.part(380, 4).view(),
-                                one.rows.values.part(380, 4).view()),
+  CHECK_THROWS_AS(cache->append(one.sequence, 0, one.rows.keys.part(380, 320).view(),
+                                one.rows.values.part(380, 320).view()),
                   CapacityError);
   one.check(random, 1);
   cache->reserve(one.sequence, 3);
   CHECK(held() == kWindow + kMargin);
-  CHECK_THROWS_AS(cache->reserve(one.sequence, 4), CapacityError);
+  CHECK_THROWS_AS(cache->reserve(one.sequence, 320), CapacityError);
   for (int i = 0; i < 3; ++i) one.append(1);
   one.check(random, 3);
   // A long prompt's memory is given back when the next token comes.

@@ -175,31 +175,40 @@ TEST_CASE("A token that fails half-way through the layers is taken back") {
   CacheConfig config = small_config();
   config.layers.assign(4, layer_of(2, 3, 64, 64));
   const std::int64_t row = 2 * 128 * 4;
-  config.host_bytes_limit = row * (4 * 50 + 2);
-  const Passage passage(60);
-  const auto cache = make_cache(config);
-  const SequenceId id = cache->create_sequence(1);
-  const auto append = [&](std::int64_t layer, std::int64_t first, std::int64_t count) {
+  const std::int64_t page = 64;  // where memory is needed next, on either backend
+  const Passage passage(page + 1);
+  const auto append = [&](KvCacheManager& cache, SequenceId id, std::int64_t layer,
+                          std::int64_t first, std::int64_t count) {
     const Block keys = passage.keys.part(first, count);
     const Block values = passage.values.part(first, count);
-    cache->append(id, layer, keys.view(), values.view());
+    cache.append(id, layer, keys.view(), values.view());
   };
-  for (std::int64_t layer = 0; layer < 4; ++layer) append(layer, 0, 50);
-  const Result before = attend(*cache, 0, {id}, passage.queries.part(49, 1));
+  const auto filled = [&] {
+    auto cache = make_cache(config);
+    const SequenceId id = cache->create_sequence(1);
+    for (std::int64_t layer = 0; layer < 4; ++layer) append(*cache, id, layer, 0, page);
+    return std::pair(std::move(cache), id);
+  };
+  // Two layers get so much.
+  const auto [free, other] = filled();
+  for (const std::int64_t layer : {0, 1}) append(*free, other, layer, page, 1);
+  config.host_bytes_limit = free->memory().host_held_bytes() + 100;
+  const auto [cache, id] = filled();
+  const Result before = attend(*cache, 0, {id}, passage.queries.part(page - 1, 1));
   std::int64_t done = 0;
   const auto step = [&] {
-    for (done = 0; done < 4; ++done) append(done, 50, 1);
+    for (done = 0; done < 4; ++done) append(*cache, id, done, page, 1);
   };
   CHECK_THROWS_AS(step(), CapacityError);
   CHECK(done == 2);
-  CHECK(cache->tokens(id, 0) == 51);
-  CHECK(cache->truncate(id, 50));
-  for (std::int64_t layer = 0; layer < 4; ++layer) CHECK(cache->tokens(id, layer) == 50);
-  CHECK(cache->memory().host_bytes == 4 * 50 * row);
-  CHECK(same(attend(*cache, 0, {id}, passage.queries.part(49, 1)), before));
+  CHECK(cache->tokens(id, 0) == page + 1);
+  CHECK(cache->truncate(id, page));
+  for (std::int64_t layer = 0; layer < 4; ++layer) CHECK(cache->tokens(id, layer) == page);
+  CHECK(cache->memory().host_bytes == 4 * page * row);
+  CHECK(same(attend(*cache, 0, {id}, passage.queries.part(page - 1, 1)), before));
   // Room that is asked for first shows it before anything has changed.
-  check_names(error_of<CapacityError>([&] { cache->reserve(id, 1); }), {"host"});
-  CHECK(cache->tokens(id, 0) == 50);
+  check_names(error_of<CapacityError>([&, &kv = *cache, of = id] { kv.reserve(of, 1); }), {"host"});
+  CHECK(cache->tokens(id, 0) == page);
 }
 
 TEST_CASE("Within a reservation nothing is compressed, whatever is appended how") {
@@ -232,43 +241,53 @@ TEST_CASE("Within a reservation nothing is compressed, whatever is appended how"
 TEST_CASE("A reservation counts against the limits and is kept") {
   CacheConfig config = small_config();
   config.layers.assign(2, layer_of(2, 3, 64, 64));
-  const std::int64_t row = 2 * 128 * 4;
+  const std::int64_t page = 64;  // where memory is needed next, on either backend
+  const Passage passage(page + 1);
+  const auto append_to = [&](KvCacheManager& cache, SequenceId id, std::int64_t layer,
+                             std::int64_t count) {
+    const Block keys = passage.keys.part(0, count);
+    const Block values = passage.values.part(0, count);
+    cache.append(id, layer, keys.view(), values.view());
+  };
+  // A reservation, and a layer of another sequence.
+  const auto free = make_cache(config);
+  const SequenceId first = free->create_sequence();
+  const SequenceId second = free->create_sequence();
+  free->reserve(first, page);
+  append_to(*free, second, 0, page);
   for (const bool host : {true, false}) {
-    const std::int64_t token = host ? row : row + 2 * 12;
-    (host ? config.host_bytes_limit : config.fast_bytes_limit) = 2 * token * 20;
-    const auto cache = make_cache(config);
+    const MemoryReport memory = free->memory();
+    CacheConfig limited = config;
+    (host ? limited.host_bytes_limit : limited.fast_bytes_limit) =
+        host ? memory.host_held_bytes() : memory.fast_held_bytes();
+    const auto cache = make_cache(limited);
     const SequenceId a = cache->create_sequence();
     const SequenceId b = cache->create_sequence();
-    const Passage passage(30);
     const auto append = [&](SequenceId id, std::int64_t layer, std::int64_t count) {
-      const Block keys = passage.keys.part(0, count);
-      const Block values = passage.values.part(0, count);
-      cache->append(id, layer, keys.view(), values.view());
+      append_to(*cache, id, layer, count);
     };
     INFO((host ? "host" : "fast"));
-    cache->reserve(a, 12);
+    cache->reserve(a, page);
     const MemoryReport before = cache->memory();
-    CHECK_THROWS_AS(cache->reserve(b, 9), CapacityError);
-    CHECK_THROWS_AS(append(b, 0, 17), CapacityError);
+    CHECK_THROWS_AS(cache->reserve(b, page), CapacityError);
+    CHECK_THROWS_AS(append(b, 0, page + 1), CapacityError);
     CHECK(same(cache->memory(), before));
-    append(b, 0, 16);
+    append(b, 0, page);
     CHECK_THROWS_AS(append(b, 1, 1), CapacityError);
-    for (const std::int64_t layer : {0, 1}) append(a, layer, 12);
+    for (const std::int64_t layer : {0, 1}) append(a, layer, page);
     CHECK_THROWS_AS(append(a, 0, 1), CapacityError);
-    // What is given up is free for others.
+    // What is taken back or given up stays with the sequence.
     CHECK(cache->truncate(a, 10));
-    CHECK_THROWS_AS(append(b, 1, 1), CapacityError);
     cache->reserve(a, 0);
-    append(b, 1, 4);
     CHECK_THROWS_AS(append(b, 1, 1), CapacityError);
     cache->erase(a);
-    append(b, 1, 20);
-    CHECK(cache->memory().host_bytes == 40 * row);
+    append(b, 1, page);
+    CHECK(cache->memory().host_bytes == 2 * page * 2 * 128 * 4);
     cache->erase(b);
     const SequenceId c = cache->create_sequence();
-    cache->reserve(c, 20);
+    cache->reserve(c, page);
     cache->erase(c);
-    cache->reserve(cache->create_sequence(), 20);
+    cache->reserve(cache->create_sequence(), page);
   }
   const Victim victim(victim_config());
   victim.refuses<InvalidArgument>([&] { victim.cache->reserve(victim.a, -1); }, {"-1"});

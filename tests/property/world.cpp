@@ -70,8 +70,8 @@ CacheConfig draw_config(Random& random) {
   config.study.estimator =
       pick(random, {Estimator::clusters, Estimator::clusters, Estimator::plain});
   if (random.below(5) == 0) config.study.cap.reset();
-  if (random.below(4) == 0) config.fast_bytes_limit = 6'000 + 20'000 * random.below(2);
-  if (random.below(8) == 0) config.host_bytes_limit = 40'000;
+  if (random.below(4) == 0) config.fast_bytes_limit = 80'000 + 80'000 * random.below(2);
+  if (random.below(8) == 0) config.host_bytes_limit = 60'000;
   config.host = pick(random, {HostTier::own, HostTier::own, HostTier::own, HostTier::engine,
                               HostTier::engine, HostTier::file});
   if (config.host == HostTier::file) config.host_directory = ".";
@@ -982,6 +982,11 @@ void World::check_memory() {
       (config_.host == HostTier::own ? all.host_held_bytes() : 0) != host_.live) {
     violated("memory: ", all.fast_held_bytes(), " and ", all.host_held_bytes(),
              " bytes on the tiers, but ", fast_.live, " and ", host_.live, " are given");
+  }
+  // Also meanwhile.
+  if (fast_.peak > config_.fast_bytes_limit.value_or(fast_.peak) ||
+      host_.peak > config_.host_bytes_limit.value_or(host_.peak)) {
+    violated("memory: ", fast_.peak, " and ", host_.peak, " bytes were held, beyond the limits");
   }
   const std::int64_t total = all_bytes(all);
   const bool in_pairs = std::all_of(families.begin(), families.end(),
