@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures the plug-in for llama.cpp beside llama.cpp alone, with llama.cpp's own programs.
 
-  llama_table.py speed --model FILE --out FILE.json [--depths 4096,16384,32768] [--tokens 128]
+  llama_table.py speed --model FILE --out FILE.json [--depths 4096,16384,32768] [--rows f16,16x]
   llama_table.py text  --model FILE --text FILE --out FILE.json [--context 4096] [--chunks 2]
 
 `./cmake/run ggml` builds what it needs. speed: tokens a second of llama-bench after so many tokens; each row is
@@ -34,6 +34,8 @@ OURS = [
     ("8x risk 1e-4", [], {"VERKV_GGML_KEEP": "0.125", "VERKV_GGML_EPSILON": "off"}),
 ]
 
+ALL = {row[0]: row for row in STOCK + OURS}
+
 
 def run(program, words, settings):
     """What a program printed, and the plug-in's report."""
@@ -55,7 +57,7 @@ def run(program, words, settings):
 def speed(options):
     rows = []
     for depth in options.depths:
-        for name, words, settings in STOCK + OURS:
+        for name, words, settings in options.rows:
             command = ["-m", options.model, "-p", "0", "-n", str(options.tokens), "-d", str(depth), "-fa", "on",
                        "-t", str(options.threads), "-r", "1", "-o", "json", *words]
             done, report = run("llama-bench", command, settings)
@@ -100,7 +102,7 @@ def text(options):
         done, _ = run("llama-perplexity", [*common, "--kl-divergence-base", base], None)
         if done.returncode != 0:
             sys.exit(done.stderr[-2000:])
-        for name, words, settings in STOCK + OURS:
+        for name, words, settings in options.rows:
             command = [*common, "--kl-divergence-base", base, "--kl-divergence", *words]
             done, report = run("llama-perplexity", command, settings)
             row = {"name": name, "plugin": settings is not None, "report": report,
@@ -120,6 +122,7 @@ def main():
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--depths", type=lambda words: [int(word) for word in words.split(",")],
                         default=[4096, 16384, 32768])
+    parser.add_argument("--rows", default=",".join(ALL), help="only these, in this order (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--text")
     parser.add_argument("--context", type=int, default=4096)
@@ -127,6 +130,10 @@ def main():
     options = parser.parse_args()
     if options.what == "text" and not options.text:
         parser.error("text needs --text FILE")
+    unknown = [name for name in options.rows.split(",") if name not in ALL]
+    if unknown:
+        parser.error(f"--rows: there is no {unknown[0]}; there are {', '.join(ALL)}")
+    options.rows = [ALL[name] for name in options.rows.split(",")]
     rows = speed(options) if options.what == "speed" else text(options)
     with open(options.out, "w", encoding="utf-8") as file:
         json.dump({"what": options.what, "model": os.path.basename(options.model), "threads": options.threads,
