@@ -33,7 +33,8 @@ int main() {
   config.layers.assign(kLayers, {kKvHeads, kHeads, kDim, kDim});
   config.keep = 1.0 / 8;
   config.fetch = {.epsilon = 0.1, .limit_tokens = 100};  // the limit may cost the certificate
-  config.host_bytes_limit = 4 * kDim * kKvHeads * kLayers * (kPrompt + kSteps);  // one sequence
+  config.host_bytes_limit =
+      5 * kDim * kKvHeads * kLayers * kPrompt;  // a quarter more than a prompt
   for (const auto& reason : verkv::unsupported_reasons(config)) fmt::print("{}\n", reason);
   const auto cache = verkv::make_cpu_cache(config);  // throws if there was a reason
   for (auto& layer : config.layers) layer.dense = true;
@@ -61,7 +62,7 @@ int main() {
   }
   cache->compress(id, importance);
   try {  // A limit throws and leaves all as it was: let the request wait, or erase a sequence.
-    append(0, rows(kChunk, kKvHeads), rows(kChunk, kKvHeads));
+    cache->reserve(id, kPrompt);
   } catch (const verkv::CapacityError& error) {
     fmt::print("refused: {}\n", error.what());
   }

@@ -8,7 +8,7 @@
 #include "server.hpp"
 
 constexpr int kRequests = 200, kCancelled = 77, kPrefixes = 4;
-constexpr std::int64_t kFastLimit = 1'000'000;
+constexpr std::int64_t kFastLimit = 1'600'000;
 
 static verkv::CacheConfig settings() {
   verkv::CacheConfig config;
@@ -81,7 +81,8 @@ static void print(const Counts& c, const verkv::LayerStatistics& s, double alone
              static_cast<double>(c.rows) / static_cast<double>(c.steps), c.most_rows);
   fmt::print("drafts    {} accepted, {} rejected\n", c.accepted, c.rejected);
   fmt::print("forks     {} of shared prefixes, {} for further samples\n", c.prefixes, c.samples);
-  fmt::print("put aside {} times, {} KiB saved\n", c.put_aside, kib(c.saved_bytes));
+  fmt::print("put aside {} times, {} KiB saved; {} prompts read again\n", c.put_aside,
+             kib(c.saved_bytes), c.read_again);
   fmt::print("memory    at most {} KiB fast (limit {}) and {} KiB host; all of it fast: {} KiB\n",
              kib(c.fast), kib(kFastLimit), kib(c.host), kib(c.dense));
   fmt::print("moved     {} of {} tokens that KV heads held, {:.2f} %\n", s.moved_tokens,

@@ -47,7 +47,7 @@ struct Answer {
 struct Counts {
   std::int64_t steps = 0, rows = 0, most_rows = 0;
   std::int64_t answers = 0, wrong = 0, cancelled = 0, tokens = 0, accepted = 0, rejected = 0;
-  std::int64_t prefixes = 0, samples = 0, put_aside = 0, saved_bytes = 0;
+  std::int64_t prefixes = 0, samples = 0, put_aside = 0, saved_bytes = 0, read_again = 0;
   std::int64_t fast = 0, host = 0, dense = 0;  // most bytes; what a plain cache of all would take
 };
 
@@ -197,9 +197,23 @@ class Server {
       if (next.sequence != verkv::kNoSequence) cache_.erase(next.sequence);
       return false;
     }
+    if (!running_.empty() && !can_compress(request)) {
+      cache_.erase(next.sequence);
+      return false;
+    }
     counts.prefixes += next.cached == kPrefix && !next.answering();
     request = std::move(next);
     return true;
+  }
+
+  // Whether there is room now for what compressing its prompt takes beside the rows. Answers that grow
+  // meanwhile may still take it.
+  bool can_compress(const Request& request) const {
+    if (request.answering()) return true;
+    const verkv::SequenceBytes bytes = verkv::sequence_bytes(cache_.config(), request.prompt);
+    return cache_.memory().fast_held_bytes() + bytes.most_fast_bytes -
+               bytes.appended.fast_held_bytes() <=
+           *cache_.config().fast_bytes_limit;
   }
 
   static verkv::ReadBytes reader(std::span<const std::byte> saved) {
@@ -269,7 +283,7 @@ class Server {
     std::ranges::move(samples, std::back_inserter(running_));
     std::erase_if(running_, [&](const Request& request) {
       if (request.done()) finish(request);
-      return request.done();
+      return request.done() || request.sequence == verkv::kNoSequence;
     });
   }
 
@@ -290,22 +304,33 @@ class Server {
     counts.rejected += drafts - accepted;
   }
 
-  // Keeps the prefix that the request has just read, for others, where memory allows.
+  // Keeps the prefix that the request has just read, for others, where memory allows: for the fork, and
+  // for the page that the request shares from now on.
   void share(const Request& request) {
-    Request prefix = request;
+    verkv::SequenceId fork = verkv::kNoSequence;
     try {
-      prefix.sequence = cache_.fork(request.sequence);
-      cache_.reserve(prefix.sequence, 0);
-      prefixes_.emplace(request.prefix, std::move(prefix));
+      fork = cache_.fork(request.sequence);
+      cache_.reserve(fork, 0);
+      cache_.reserve(request.sequence, request.prompt - request.cached);
     } catch (const verkv::CapacityError&) {
+      if (fork != verkv::kNoSequence) cache_.erase(fork);
+      return;
     }
+    Request& prefix = prefixes_[request.prefix] = request;
+    prefix.sequence = fork;
   }
 
-  // The prompt has been read, `row` is its last. Each sample goes on from a fork, or comes again as
-  // a request of its own where there is no room for one.
+  // The prompt has been read, `row` is its last; where there is no room to compress it, it is read
+  // again when there is. Each sample goes on from a fork, or comes again as a request of its own where
+  // there is no room for one.
   void begin_answer(Request& request, const Pass& pass, std::size_t row,
                     std::vector<Request>& samples) {
-    compress(cache_, request);
+    try {
+      compress(cache_, request);
+    } catch (const verkv::CapacityError&) {  // it wants room beside the prompt's rows
+      read_again(request);
+      return;
+    }
     request.room = 0;
     for (Request& sample : request.samples) {
       try {
@@ -322,6 +347,19 @@ class Server {
     extend(request, model_, pass, row);
   }
 
+  // Leaves the request, without a sequence, to be dropped.
+  void read_again(Request& request) {
+    cache_.erase(std::exchange(request.sequence, verkv::kNoSequence));
+    request.queries = request.scores = {};
+    request.cached = request.room = 0;
+    waiting_.push_front(request);
+    ++counts.read_again;
+    if (!prefixes_.empty())
+      drop_prefix();
+    else if (running_.size() == 1)
+      throw std::runtime_error("the limit is too small for one request");
+  }
+
   void finish(const Request& request) {
     counts.wrong += Answer{request.tokens, request.digest} != expected_.at(request.seed);
     ++counts.answers;
@@ -334,7 +372,7 @@ class Server {
     counts.rows += rows;
     counts.most_rows = std::max<std::int64_t>(counts.most_rows, rows);
     const verkv::MemoryReport memory = cache_.memory();
-    counts.fast = std::max(counts.fast, memory.fast_bytes());
+    counts.fast = std::max(counts.fast, memory.fast_held_bytes());
     counts.host = std::max(counts.host, memory.host_bytes);
     std::int64_t dense = 0;
     for (const Request& request : running_)
